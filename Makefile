@@ -1,0 +1,37 @@
+# One virtual environment for everything; `PYTHON=python3.12 make demo` picks another interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+
+.PHONY: demo test lint install install-test vllm clean
+
+demo: install  ## the whole chain on the embedded model; ends with a result table and the report's path
+	$(BIN)/draftsmith demo --run runs/demo
+
+test: install-test lint  ## every test, with coverage of src/
+	$(BIN)/python -m pytest --cov=src --cov-report=term:skip-covered --cov-fail-under=85
+
+lint: install-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+install: $(VENV)/installed
+install-test: $(VENV)/installed-test
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes first and by its exact version: a range would pull several GB of CUDA libraries on a machine without a GPU.
+$(VENV)/installed: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[demo]'
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[demo,test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .coverage

@@ -1,0 +1,48 @@
+"""Runs the command line and turns every expected stop into one line on standard error and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from cyclopts import CycloptsError
+from pydantic import ValidationError
+
+from draftsmith.cli import app
+from draftsmith.errors import DraftsmithError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The process's exit code for these arguments (default: the command line's)."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except DraftsmithError as error:
+        return _stop(str(error), error.exit_code)
+    except CycloptsError as error:
+        return _stop(_usage(error), 2)
+    except KeyboardInterrupt:
+        return _stop("interrupted; run the same command again to go on", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _usage(error: CycloptsError) -> str:
+    """A wrong flag or value in one line, with pydantic's own finding where a setting is out of range."""
+    cause = error.__cause__
+    if isinstance(cause, ValidationError):
+        found = cause.errors()[0]
+        flag = "--" + ".".join(str(part) for part in found["loc"]).rstrip("_").replace("_", "-")
+        return f"{flag}: {found['msg'].lower()}, found {found['input']!r}"
+    return " ".join(str(error).split()) + "; see --help"
+
+
+def _stop(message: str, code: int) -> int:
+    print(f"draftsmith: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""Stage folders: one lock per run, built beside and renamed when complete, skipped when nothing changed.
+
+`RUN/<stage>/` exists only complete, with `manifest.json`. While it is built it is `RUN/<stage>.partial/`, with
+`plan.json` saying what it is being built from; a second run with the same plan goes on from there. A plan is a stage's
+settings (those that shape its result) and the fingerprints of its inputs. A finished or partial folder with another
+plan is never overwritten unless the user says `--force`; the message names what changed and what it invalidates.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
+
+from draftsmith import __version__
+from draftsmith.errors import UserError
+
+MANIFEST = "manifest.json"
+PLAN = "plan.json"
+VERSIONED = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "pyarrow", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a stage folder is (to be) made from."""
+
+    stage: str
+    settings: dict[str, Any]
+    inputs: dict[str, str]
+    """Name of an input -> fingerprint. Inputs that are stages of the same run carry the stage's name."""
+
+    def identity(self) -> dict[str, Any]:
+        """The plan as JSON types; two plans with the same identity make the same folder."""
+        return {"stage": self.stage, "settings": self.settings, "inputs": self.inputs}
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a stage stands. `changes` says, for a stale one, what differs from the plan."""
+
+    kind: Literal["done", "partial", "stale", "missing"]
+    changes: tuple[str, ...] = ()
+    counts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a stage's `build` function gets: where to write, and where its inputs are.
+
+    `work` may hold what an earlier, interrupted attempt with the same plan left.
+    """
+
+    run: Path
+    plan: Plan
+    work: Path
+
+    def folder(self, stage: str) -> Path:
+        """The published folder of another stage of this run."""
+        return self.run / stage
+
+    def note_progress(self, counts: dict[str, Any]) -> None:
+        """Counts that `status` shows for a partial stage."""
+        write_json(self.work / "progress.json", counts)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON atomically: a reader sees the old file or the new one, also after a power cut."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1, ensure_ascii=False, default=str)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> Any:
+    """Reads JSON.
+
+    Raises:
+        UserError: the file is missing or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: expected a JSON file, found none") from None
+    except ValueError as error:
+        raise UserError(f"{path}: expected JSON, found something else ({error}); remove it and run again") from None
+
+
+def fingerprint(value: Any) -> str:
+    """16 hex digits over a value's canonical JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def fingerprint_file(path: Path) -> str:
+    """16 hex digits over a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def fingerprint_model(folder: Path) -> str:
+    """16 hex digits over a model folder: its small files' bytes, its weight files' names and sizes."""
+    parts = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and not path.name.startswith("."):
+            size = path.stat().st_size
+            parts[path.name] = fingerprint_file(path) if size < 32 << 20 else f"{size} bytes"
+    return fingerprint(parts)
+
+
+def manifest(run: Path, stage: str) -> dict[str, Any]:
+    """The manifest of a published stage.
+
+    Raises:
+        UserError: the stage is not there, with the command that makes it.
+    """
+    if not (run / stage / MANIFEST).exists():
+        command = {"traces": "capture", "hidden": "extract", "draft": "train"}.get(stage, stage)
+        raise UserError(f"{run / stage}: not there yet; `draftsmith {command} --run {run}` makes it")
+    loaded: dict[str, Any] = read_json(run / stage / MANIFEST)
+    return loaded
+
+
+def status(run: Path, plan: Plan) -> Status:
+    """Compares what is on disk with `plan`."""
+    done, partial = run / plan.stage / MANIFEST, run / f"{plan.stage}.partial"
+    if done.exists():
+        found = read_json(done)
+        changes = _changes(found, plan)
+        return Status("stale" if changes else "done", changes, found["counts"])
+    if (partial / PLAN).exists():
+        changes = _changes(read_json(partial / PLAN), plan)
+        counts = partial / "progress.json"
+        return Status("stale" if changes else "partial", changes, read_json(counts) if counts.exists() else {})
+    return Status("missing")
+
+
+def build(
+    run: Path,
+    plan: Plan,
+    make: Callable[[Stage], dict[str, Any]],
+    *,
+    force: bool = False,
+    invalidates: tuple[str, ...] = (),
+) -> tuple[dict[str, Any], bool]:
+    """Makes one stage folder, or finds it made.
+
+    Args:
+        run: the run folder; created if need be. The caller holds its lock (`locked`).
+        plan: what the stage is made from.
+        make: writes into `Stage.work` and returns counts for the manifest.
+        force: replace a folder that was made from another plan.
+        invalidates: stages that depend on this one, for the message.
+
+    Returns:
+        The manifest, and whether it was made now (False: skipped, nothing had changed).
+
+    Raises:
+        UserError: a folder made from another plan is in the way, or the disk is full.
+    """
+    final, work = run / plan.stage, run / f"{plan.stage}.partial"
+    found = status(run, plan)
+    if found.kind == "done":
+        return manifest(run, plan.stage), False
+    if found.kind == "stale":
+        if not force:
+            there = [name for name in invalidates if (run / name).exists()]
+            also = f" (and with it {', '.join(there)})" if there else ""
+            raise UserError(
+                f"{final}: was made from other settings or inputs: {'; '.join(found.changes)}; "
+                f"--force makes it again{also}, or use another --run"
+            )
+        shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
+    write_json(work / PLAN, plan.identity())
+    started = time.time()
+    try:
+        counts = make(Stage(run, plan, work))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(work).free
+        raise UserError(
+            f"{work}: no space left on the disk ({free / 2**20:.0f} MiB free); what is finished is kept, "
+            "make room and run the same command again"
+        ) from None
+    for leftover in ("progress.json", PLAN):
+        (work / leftover).unlink(missing_ok=True)
+    write_json(work / MANIFEST, _manifest(plan, work, counts, started))
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(work, final)
+    return manifest(run, plan.stage), True
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Holds the run's lock: one writer per run folder.
+
+    Raises:
+        UserError: another process holds it, or the folder cannot be written.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(run / ".lock", timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise UserError(
+            f"{run}: another draftsmith is working in this run folder; wait for it or choose another --run"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{run}: the run folder cannot be written ({error.strerror}); choose another --run") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _changes(found: dict[str, Any], plan: Plan) -> tuple[str, ...]:
+    """What differs between a stored plan or manifest and the plan at hand, a line each."""
+    lines = []
+    for part in ("settings", "inputs"):
+        old, new = found.get(part, {}), json.loads(json.dumps(plan.identity()[part], default=str))
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                lines.append(f"{name} was {old.get(name)!r}, now {new.get(name)!r}")
+    return tuple(lines)
+
+
+def _manifest(plan: Plan, work: Path, counts: dict[str, Any], started: float) -> dict[str, Any]:
+    files = {str(path.relative_to(work)): path.stat().st_size for path in sorted(work.rglob("*")) if path.is_file()}
+    return {
+        **plan.identity(),
+        "counts": counts,
+        "fingerprint": fingerprint([plan.identity(), counts, files]),
+        "files": files,
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "seconds": round(time.time() - started, 1),
+        "versions": {"draftsmith": __version__, "python": platform.python_version(), **_versions()},
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in VERSIONED:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

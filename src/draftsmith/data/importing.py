@@ -1,0 +1,216 @@
+"""A dataset's own answers as traces: static text, so that the rest of the chain runs on it unchanged, for comparison.
+
+Each recorded answer becomes one trace. Its prompt is what serving would send for the history before it (preamble and
+recorded earlier answers included); its generated ids are the turn as the template writes it in place, up to the stop
+id, tokenised apart from the prompt. Where the template writes a finished turn otherwise than it starts a reply, the
+recorded text follows the prompt directly. `ids_source` is `rendered` and `source` is `static`: nobody generated these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from draftsmith.artifacts import Stage
+from draftsmith.capture.conversation import ASKING_ROLES, Conversation, Message
+from draftsmith.capture.journal import PART_IDS, PART_ROWS
+from draftsmith.capture.metadata import question_metadata
+from draftsmith.capture.questions import Question, read_conversations
+from draftsmith.capture.record import LEAST_GENERATED
+from draftsmith.capture.summary import summary
+from draftsmith.errors import UserError
+from draftsmith.progress import Progress
+from draftsmith.recipe import CaptureSettings, ImportSettings
+from draftsmith.target.embedded import resolve_model
+from draftsmith.target.template import Template, TemplateRefusal, load_template
+from draftsmith.target.thinking import Delimiters, find_delimiters, opened_by_prompt, split, text_of
+from draftsmith.trace import TRAINABLE, Trace, trace_id, write_traces
+
+
+@dataclass(frozen=True, slots=True)
+class Importer:
+    """What turns recorded answers into ids."""
+
+    template: Template
+    delimiters: Delimiters | None
+    stop_id: int
+    """Ends a turn where the template does not write it."""
+    preamble: tuple[Message, ...]
+
+
+def build(stage: Stage, settings: ImportSettings, progress: Progress) -> dict[str, Any]:
+    """Writes `part-*.parquet` into `stage.work`; an interrupted attempt's parts are written again.
+
+    Raises:
+        UserError: no tokenizer given, questions unreadable (`read_conversations`), or no row holds a usable answer.
+    """
+    importer = load_importer(settings, progress)
+    metadata = {
+        "source_kind": "static",
+        "target": "",
+        "target_fingerprint": "",
+        "server": "",
+        "max_tokens": str(CaptureSettings.model_fields["max_tokens"].default),
+        "sampling": "{}",
+        **question_metadata(settings, importer.template, importer.delimiters),
+    }
+    rows = list(read_conversations(settings))
+    states: Counter[str] = Counter()
+    parts: list[Path] = []
+    with progress.track("import", len(rows), "rows") as tracker:
+        group: list[Trace] = []
+        held = 0
+        for done, trace in _traces(rows, importer):
+            size = len(trace.prompt_ids) + len(trace.generated_ids)
+            if group and (len(group) == PART_ROWS or held + size > PART_IDS):
+                parts.append(stage.work / f"part-{len(parts):05}.parquet")
+                write_traces(parts[-1], group, metadata)
+                group, held = [], 0
+            group.append(trace)
+            held += size
+            states[trace.state] += 1
+            tracker.update(done, rejected=states["rejected"])
+        parts.append(stage.work / f"part-{len(parts):05}.parquet")
+        write_traces(parts[-1], group, metadata)
+    counts = summary(parts)
+    if not any(states[state] for state in TRAINABLE):
+        reason = next(iter(counts["reasons"]))
+        raise UserError(f"{settings.questions}: none of {len(rows)} rows holds an answer to learn from ({reason})")
+    return counts
+
+
+def load_importer(settings: ImportSettings, progress: Progress) -> Importer:
+    """The template and delimiters that recorded answers are rendered with.
+
+    Raises:
+        UserError: no tokenizer given, or as `load_template` and `find_delimiters`.
+    """
+    if settings.tokenizer is None:
+        raise UserError("import: expected the target's tokenizer, found none; give --tokenizer DIR")
+    name = resolve_model(settings.tokenizer, progress)
+    template = load_template(name, settings.template_options, settings.trust_remote_code)
+    delimiters = find_delimiters(template, settings.thinking, settings.think_open, settings.think_close)
+    preamble = tuple(message.model_dump() for message in settings.preamble)
+    return Importer(template, delimiters, _turn_end(template), preamble)
+
+
+def recorded_traces(question: Question, sample: int, importer: Importer) -> Iterator[Trace]:
+    """One trace per turn that asks for an answer, in order; without a usable recorded answer it is `rejected`."""
+    history = Conversation(question, sample, importer.preamble).history
+    body = question.messages[len(history) - len(importer.preamble) :]
+    turn = 0
+    for number, message in enumerate((*body, None)):
+        asked = number > 0 and body[number - 1]["role"] in ASKING_ROLES
+        if asked and (message is None or message["role"] == "assistant"):
+            bare = Trace(
+                trace_id=trace_id(question.key, turn, sample),
+                question_key=question.key,
+                sample=sample,
+                source="static",
+                messages=json.dumps([*history, *body[:number]], ensure_ascii=False),
+                finish_reason="stop",
+                ids_source="rendered",
+            )
+            yield _recorded(bare, [*history, *body[:number]], message, question.tools, importer)
+            turn += 1
+
+
+def _traces(rows: Sequence[Question], importer: Importer) -> Iterator[tuple[int, Trace]]:
+    """Traces of all rows, each with the number of its row; rows of the same content are samples of one question."""
+    samples: Counter[str] = Counter()
+    for done, row in enumerate(rows, start=1):
+        for trace in recorded_traces(row, samples[row.key], importer):
+            yield done, trace
+        samples[row.key] += 1
+
+
+def _recorded(
+    bare: Trace, history: list[Message], message: Message | None, tools: Sequence[dict[str, Any]], importer: Importer
+) -> Trace:
+    """`bare` with the ids, spans and state of one recorded answer."""
+    template, delimiters = importer.template, importer.delimiters
+    if message is None or not (message["content"].strip() or message.get("tool_calls")):
+        return replace(bare, state="rejected", error="no recorded answer")
+    try:
+        prompt_ids = template.render(history, tools)
+        generated_ids = _turn_ids(importer, history, message, tools, prompt_ids)
+    except TemplateRefusal as refusal:
+        return replace(bare, state="rejected", error=f"template refused: {refusal}")
+    parts = split(delimiters, template, prompt_ids, generated_ids, "stop")
+    problem = ""
+    if not prompt_ids or len(generated_ids) < LEAST_GENERATED:  # P18: a mask of all ones, or of all zeros
+        problem = f"too short: nothing to train on in {len(prompt_ids)} + {len(generated_ids)} ids"
+    sampling = {"template_options": template.options, "prompt_opened_thinking": parts.opened_by_prompt}
+    return replace(
+        bare,
+        prompt_ids=prompt_ids,
+        generated_ids=generated_ids,
+        state="rejected" if problem else parts.state,
+        reasoning_span=parts.reasoning,
+        answer_span=parts.answer,
+        reasoning=text_of(template, generated_ids, parts.reasoning),
+        answer=text_of(template, generated_ids, parts.answer),
+        sampling=json.dumps(sampling),
+        error=problem,
+    )
+
+
+def _turn_ids(
+    importer: Importer,
+    history: list[Message],
+    message: Message,
+    tools: Sequence[dict[str, Any]],
+    prompt_ids: Sequence[int],
+) -> list[int]:
+    """Ids of one recorded turn, stop id included.
+
+    Raises:
+        TemplateRefusal: the template cannot render the turn in place, and a tool call cannot be written without it.
+    """
+    template = importer.template
+    prompt = template.text(history, tools)
+    rendered = template.transcript([*history, message], tools)
+    if rendered.startswith(prompt):
+        ids = template.encode(rendered[len(prompt) :])
+        end = next((i for i, index in enumerate(ids) if index in template.stop_ids), None)
+        if end is not None:
+            return ids[: end + 1]
+    if message.get("tool_calls"):
+        raise TemplateRefusal(f"{template.name}: the template does not write a finished tool call where a reply starts")
+    opened = opened_by_prompt(importer.delimiters, template, prompt_ids)
+    return [*template.encode(_plain_text(message, importer.delimiters, opened)), importer.stop_id]
+
+
+def _plain_text(message: Message, delimiters: Delimiters | None, opened: bool) -> str:
+    """The recorded turn as a reply to the prompt; an opening delimiter that the prompt holds is not repeated."""
+    content: str = message["content"].strip()
+    if delimiters is None:
+        return content
+    if opened and content.startswith(delimiters.open_text):
+        return content.removeprefix(delimiters.open_text).lstrip()
+    reasoning = message.get("reasoning_content")
+    if not reasoning:
+        return content
+    opening = "" if opened else f"{delimiters.open_text}\n"
+    return f"{opening}{reasoning.strip()}\n{delimiters.close_text}\n\n{content}"
+
+
+def _turn_end(template: Template) -> int:
+    """The stop id that the template itself puts after an answer; else the tokenizer's EOS.
+
+    Raises:
+        UserError: the tokenizer has no stop id at all.
+    """
+    if not template.stop_ids:
+        raise UserError(f"{template.name}: expected an end-of-sequence token, found none; set eos_token")
+    try:
+        text = template.transcript([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    except TemplateRefusal:
+        text = ""
+    written = [index for index in template.encode(text) if index in template.stop_ids]
+    eos: int | None = template.tokenizer.eos_token_id
+    return written[-1] if written else eos if eos is not None else min(template.stop_ids)

@@ -1,0 +1,325 @@
+"""The typed settings of every stage: one definition feeds CLI flags, YAML, docs and manifests.
+
+A field made with `_runtime` changes how a stage runs (speed, patience), not what it makes: it stays out of the plan, so
+changing it never invalidates a finished folder. Unknown keys are errors that suggest the nearest key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from draftsmith.errors import UserError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Family = Literal["auto", "none", "think", "kimi", "gpt-oss", "custom"]
+Engine = Literal["vllm", "speculators", "sglang"]
+S = TypeVar("S", bound=BaseModel)
+
+
+def _runtime(description: str, **constraints: Any) -> Any:
+    return Field(description=description, json_schema_extra={"runtime": True}, **constraints)
+
+
+class Settings(BaseModel):
+    """Base of a stage's settings: frozen, and strict about unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    def shaping(self) -> dict[str, Any]:
+        """The values that shape the stage's result, as JSON types, for its plan and manifest."""
+        values = self.model_dump(mode="json", by_alias=True)
+        for name, info in type(self).model_fields.items():
+            if isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("runtime"):
+                del values[info.alias or name]
+        return values
+
+
+class Message(Settings):
+    """One turn put before every question."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+
+class QuestionSettings(Settings):
+    """Where questions come from, how they are rendered and split."""
+
+    questions: Annotated[
+        str, Field(description="JSONL or Parquet file, folder, HF dataset name, or builtin:arithmetic.")
+    ] = "builtin:arithmetic"
+    split: Annotated[str, Field(description="Split of an HF dataset.")] = "train"
+    limit: Annotated[int | None, Field(ge=1, description="Use only the first N questions.")] = None
+    held_out: Annotated[
+        float, Field(ge=0.0, lt=1.0, description="Share of questions kept out of vocab and train, by question.")
+    ] = 0.1
+    tokenizer: Annotated[str | None, Field(description="Tokenizer folder or hub id; default: the target's.")] = None
+    template_options: Annotated[
+        dict[str, Any], Field(description="Chat template options, e.g. --template-options.thinking true.")
+    ] = {}
+    preamble: Annotated[
+        list[Message], Field(description="Turns before every question (system text, worked examples).")
+    ] = []
+    thinking: Annotated[
+        Family, Field(description="Family of think delimiters; auto reads it off tokenizer and template.")
+    ] = "auto"
+    think_open: Annotated[str, Field(description="Opening delimiter for --thinking custom.")] = ""
+    think_close: Annotated[str, Field(description="Closing delimiter for --thinking custom.")] = ""
+    trust_remote_code: Annotated[
+        bool, Field(description="Run code that comes with a tokenizer or model. Only for sources you trust.")
+    ] = False
+
+
+class CaptureSettings(QuestionSettings):
+    """Questions in, traces out."""
+
+    server: Annotated[list[str], _runtime("Base URL of an OpenAI-compatible server; repeat for several.")] = []
+    model: Annotated[str | None, Field(description="Model name the server knows.")] = None
+    local: Annotated[
+        str | None, Field(description="Model folder, hub id or smollm2 (embedded): run it in this process.")
+    ] = None
+    max_tokens: Annotated[int, Field(ge=1, description="Budget of generated tokens per reply.")] = 8192
+    temperature: Annotated[float, Field(ge=0.0, description="0 is greedy.")] = 0.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, description="Nucleus share.")] = 1.0
+    top_k: Annotated[int, Field(ge=0, description="0 keeps every token.")] = 0
+    seed: Annotated[int, Field(ge=0, description="Seed of sampled replies; each sample adds its number.")] = 0
+    samples: Annotated[int, Field(ge=1, description="Replies per question.")] = 1
+    exact: Annotated[
+        Literal["engine", "verified", "any"],
+        Field(description="Least exactness of token ids: engine's own, rendered and verified, or any."),
+    ] = "verified"
+    concurrency: Annotated[int, _runtime("Requests in flight at most.", ge=1)] = 128
+    deadline: Annotated[float, _runtime("Seconds one request may take; waiting in our queue does not count.", gt=0)] = (
+        1800.0
+    )
+    retries: Annotated[int, _runtime("Times a request is sent again after a passing fault.", ge=0)] = 5
+    api_key_env: Annotated[str, _runtime("Environment variable that holds the API key.")] = "OPENAI_API_KEY"
+    batch_size: Annotated[int, _runtime("Replies generated together by --local.", ge=1)] = 64
+    dtype: Annotated[Dtype, Field(description="Compute type of --local; auto: bfloat16 where it is native.")] = "auto"
+    device: Annotated[str, _runtime("Torch device of --local; auto: cuda where there is one.")] = "auto"
+
+
+class ImportSettings(QuestionSettings):
+    """A dataset's own answers as traces: static text, for comparison."""
+
+
+class VocabSettings(Settings):
+    """The draft vocabulary."""
+
+    size: Annotated[int, Field(description="Ids in the draft vocabulary; the target's own size needs no map.")] = 8192
+
+
+class ExtractSettings(Settings):
+    """Hidden states of the target over the traces."""
+
+    target: Annotated[str | None, Field(description="Model folder, hub id or smollm2; default: --local's.")] = None
+    layers: Annotated[
+        list[int] | None, Field(description="Output of which layers (0-based, three); default 1, n//2-1, n-4.")
+    ] = None
+    dtype: Annotated[Dtype, Field(description="Compute type; states are stored in bfloat16.")] = "auto"
+    device: Annotated[str, _runtime("Torch device; auto: cuda where there is one.")] = "auto"
+    batch_tokens: Annotated[int, _runtime("Tokens per forward pass at most.", ge=1)] = 16384
+    shard_mib: Annotated[int, Field(ge=1, description="Size of a shard.")] = 1024
+    min_agreement: Annotated[
+        float, _runtime("Least share of greedy ids that the teacher's argmax must reproduce.", ge=0, le=1)
+    ] = 0.9
+    trust_remote_code: Annotated[bool, Field(description="Run code that comes with the model.")] = False
+
+
+class TrainSettings(Settings):
+    """The EAGLE-3 draft and how it is trained."""
+
+    from_: Annotated[
+        str | None, Field(alias="from", description="Start from this draft (any export format); keeps its vocabulary.")
+    ] = None
+    epochs: Annotated[int, Field(ge=1, description="Passes over the training traces.")] = 2
+    token_budget: Annotated[
+        int | None, Field(ge=1, description="Stop after this many supervised tokens, however many epochs it takes.")
+    ] = None
+    lr: Annotated[float, Field(gt=0, description="Peak learning rate (AdamW, cosine).")] = 1e-4
+    warmup: Annotated[float, Field(ge=0, lt=1, description="Share of the steps spent warming up.")] = 0.05
+    weight_decay: Annotated[float, Field(ge=0, description="AdamW weight decay.")] = 0.0
+    clip: Annotated[float, Field(gt=0, description="Gradient norm limit.")] = 0.5
+    ttt_steps: Annotated[int, Field(ge=1, le=16, description="Draft steps unrolled while training.")] = 5
+    ttt_decay: Annotated[float, Field(gt=0, le=1, description="Weight of step k is this to the power k.")] = 0.8
+    batch_tokens: Annotated[int, Field(ge=1, description="Supervised tokens per optimizer step.")] = 4096
+    max_length: Annotated[int, Field(ge=8, description="Ids of a trace at most; longer ones are cut at the end.")] = (
+        32768
+    )
+    intermediate: Annotated[int | None, Field(ge=1, description="MLP width; default: the target's.")] = None
+    heads: Annotated[int | None, Field(ge=1, description="Attention heads; default: the target's.")] = None
+    kv_heads: Annotated[int | None, Field(ge=1, description="Key/value heads; default: the target's.")] = None
+    norm_before_residual: Annotated[bool, Field(description="Residual taken after hidden_norm (SGLang: no).")] = False
+    evals: Annotated[int, Field(ge=1, description="Held-out evaluations over the whole training.")] = 8
+    eval_traces: Annotated[int, Field(ge=1, description="Held-out traces per evaluation at most.")] = 256
+    draft_tokens: Annotated[int, Field(ge=1, le=16, description="Chain length of the held-out simulation.")] = 4
+    seed: Annotated[int, Field(ge=0, description="Seed of initialisation and order.")] = 0
+    dtype: Annotated[Dtype, Field(description="Compute type; master weights are float32 always.")] = "auto"
+    device: Annotated[str, _runtime("Torch device; auto: cuda where there is one.")] = "auto"
+    checkpoint_minutes: Annotated[float, _runtime("Minutes between checkpoints.", gt=0)] = 2.0
+    new_vocab: Annotated[bool, Field(description="With --from: rebuild the head rows for this run's vocabulary.")] = (
+        False
+    )
+
+
+class ExportSettings(Settings):
+    """What the serving engine loads."""
+
+    engine: Annotated[list[Engine], Field(description="Format to write; repeat for several.")] = ["vllm"]
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], Field(description="Type of the exported weights.")] = (
+        "bfloat16"
+    )
+    embeddings: Annotated[bool, Field(description="Include the target's embedding in the export.")] = True
+
+
+class MeasureSettings(Settings):
+    """Held-out questions through the reference speculative decoder."""
+
+    questions: Annotated[
+        str | None, Field(description="Questions to measure on; default: the run's own held-out split.")
+    ] = None
+    limit: Annotated[int, Field(ge=1, description="Questions at most.")] = 32
+    max_tokens: Annotated[int | None, Field(ge=1, description="Generated tokens at most; default: capture's.")] = None
+    draft_tokens: Annotated[int, Field(ge=1, le=16, description="Tokens the draft proposes per step.")] = 4
+    temperature: Annotated[float, Field(ge=0, description="0 is greedy.")] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1, description="Nucleus share.")] = 1.0
+    top_k: Annotated[int, Field(ge=0, description="0 keeps every token.")] = 0
+    seed: Annotated[int, Field(ge=0, description="Seed of sampled decoding.")] = 0
+    rounds: Annotated[int, Field(ge=1, description="Paired timing rounds, draft and baseline in turn.")] = 3
+    timing_questions: Annotated[int, Field(ge=1, description="Questions per timing round.")] = 8
+    target: Annotated[str | None, Field(description="Model folder, hub id or smollm2; default: extract's.")] = None
+    dtype: Annotated[Dtype, Field(description="Compute type of the timing; losslessness is proved in float32.")] = (
+        "auto"
+    )
+    device: Annotated[str, Field(description="Torch device; auto: cuda where there is one.")] = "auto"
+    trust_remote_code: Annotated[bool, Field(description="Run code that comes with the model.")] = False
+
+
+class ReportSettings(Settings):
+    """The report shows what is there; it has no settings."""
+
+
+class Recipe(Settings):
+    """A whole chain. With `arms`, each arm is this recipe with its own overrides, run in `RUN/<arm>`, and compared."""
+
+    description: str = ""
+    run: Annotated[str, Field(description="Run folder when --run is not given.")]
+    capture: CaptureSettings | None = None
+    import_: ImportSettings | None = Field(default=None, alias="import")
+    vocab: VocabSettings = VocabSettings()
+    extract: ExtractSettings = ExtractSettings()
+    train: TrainSettings = TrainSettings()
+    export: ExportSettings = ExportSettings()
+    measure: MeasureSettings = MeasureSettings()
+    arms: dict[str, dict[str, Any]] = {}
+
+
+def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
+    """Reads a YAML recipe and applies `stage.key=value` overrides (values are YAML).
+
+    Raises:
+        UserError: file missing, not YAML, an unknown key (with the nearest known one), or a value out of range.
+    """
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: expected a recipe, found no such file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: expected YAML, found {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path}: expected a mapping of stages, found {type(loaded).__name__}")
+    for override in overrides or []:
+        _override(loaded, override)
+    return parse_recipe(loaded, str(path))
+
+
+def parse_recipe(values: dict[str, Any], name: str) -> Recipe:
+    """Validates a recipe.
+
+    Raises:
+        UserError: as `load_recipe`; `name` says where the values come from.
+    """
+    recipe = validated(Recipe, values, name)
+    if recipe.arms:
+        for arm in recipe.arms:
+            arm_recipe(recipe, arm)
+    elif (recipe.capture is None) == (recipe.import_ is None):
+        raise UserError(
+            f"{name}: expected either `capture` or `import`, found {'both' if recipe.capture else 'neither'}"
+        )
+    return recipe
+
+
+def arm_recipe(recipe: Recipe, arm: str) -> Recipe:
+    """The recipe of one arm: the shared values with the arm's own laid over them, without arms."""
+    values = recipe.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
+    del values["arms"]
+    values["run"] = str(Path(recipe.run) / arm)
+    return parse_recipe(_merged(values, recipe.arms[arm]), f"arms.{arm}")
+
+
+def validated(kind: type[S], values: dict[str, Any], name: str) -> S:
+    """`kind(**values)` with pydantic's findings turned into one line each."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise UserError("; ".join(_finding(kind, problem, name) for problem in error.errors())) from None
+
+
+def _finding(kind: type[BaseModel], problem: Any, name: str) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = _keys_at(kind, problem["loc"][:-1])
+        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+        return f"{name}: unknown key {where}; {hint}"
+    return f"{name}: {where}: {problem['msg'].lower()}, found {problem.get('input')!r}"
+
+
+def _keys_at(kind: Any, location: tuple[Any, ...]) -> list[str]:
+    """The field names of the settings model that `location` leads to."""
+    for part in location:
+        for name, info in kind.model_fields.items():
+            if part in (name, info.alias):
+                inner = [info.annotation, *getattr(info.annotation, "__args__", ())]
+                kind = next((a for a in inner if isinstance(a, type) and issubclass(a, BaseModel)), kind)
+    return [info.alias or name for name, info in kind.model_fields.items()]
+
+
+def _override(values: dict[str, Any], text: str) -> None:
+    path, equals, value = text.partition("=")
+    if not equals or not path:
+        raise UserError(f"--set {text}: expected stage.key=value, e.g. --set train.lr=4e-4")
+    *parents, last = path.split(".")
+    for part in parents:
+        inner = values.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"--set {text}: {part} is a value in this recipe, not a group of settings")
+        values = inner
+    try:
+        values[last] = _number(yaml.safe_load(value))
+    except yaml.YAMLError:
+        raise UserError(f"--set {text}: the value is not YAML; quote it") from None
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 4e-4 as text; people mean a number."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value, parse_constant=lambda constant: constant)
+        except ValueError:
+            return value
+    return value
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both else value
+    return {key: value for key, value in result.items() if value is not None}

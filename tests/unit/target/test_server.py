@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.errors import UserError
+from draftsmith.target import server as server_module
+from draftsmith.target.reply import Sampling
+from draftsmith.target.server import NotSentAgain, ServerTarget
+from draftsmith.target.template import Template, load_template
+from draftsmith.target.wire import ChatFailed, explanation
+from fault_server import Fault, FaultServer, Says
+from toy_chat import save_toy_tokenizer
+
+QUESTION = [{"role": "user", "content": "2+2?"}]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
+    return load_template(save_toy_tokenizer(tmp_path_factory.mktemp("toy")), {}, False)
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "BACKOFF_SECONDS", 0.001)
+
+
+@pytest.fixture
+def serve(template: Template) -> Iterator[Callable[..., FaultServer]]:
+    running = []
+
+    def start(**options: Any) -> FaultServer:
+        running.append(FaultServer(template=template, **options).__enter__())
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.__exit__()
+
+
+@asynccontextmanager
+async def connected(*servers: FaultServer, **options: Any) -> AsyncIterator[ServerTarget]:
+    options = {"model": None, "api_key_env": "TOY_KEY", "deadline": 20.0, "retries": 3, **options}
+    async with ServerTarget([server.url for server in servers], options.pop("model"), **options) as target:
+        await target.connect()
+        yield target
+
+
+async def test_ids_and_texts_come_back_as_vllm_gives_them(
+    serve: Callable[..., FaultServer], template: Template
+) -> None:
+    async with connected(serve()) as target:
+        reply = await target.chat(QUESTION, (), Sampling(max_tokens=50), {"prompt_opens": True})
+    assert template.decode(reply.prompt_ids) == "<|user|>2+2?<|end|><|assistant|><think>"
+    assert template.decode(reply.generated_ids) == "two and two</think>Four<|end|>"
+    assert (reply.reasoning_text, reply.answer_text, reply.finish_reason) == ("two and two", "Four", "stop")
+    assert reply.ids_source == "engine"
+    assert reply.usage["completion_tokens"] == len(reply.generated_ids)
+    assert reply.timing["attempts"] == 1
+
+
+async def test_ids_per_choice_are_read_too(serve: Callable[..., FaultServer], template: Template) -> None:
+    async with connected(serve(ids="sglang")) as target:
+        reply = await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+    assert reply.prompt_ids == template.render(QUESTION)
+    assert template.decode(reply.generated_ids) == "<think>two and two</think>Four<|end|>"
+
+
+@pytest.mark.parametrize("shape", ["reasoning", "reasoning_content"])
+async def test_the_reasoning_is_found_under_both_names(serve: Callable[..., FaultServer], shape: str) -> None:  # P01
+    async with connected(serve(shape=shape)) as target:
+        reply = await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+    assert reply.reasoning_text == "two and two"
+
+
+async def test_every_sampling_value_and_template_option_is_on_the_top_level(
+    serve: Callable[..., FaultServer],
+) -> None:  # P05
+    server = serve()
+    async with connected(server) as target:
+        await target.chat(QUESTION, (), Sampling(max_tokens=7), {"enable_thinking": False})
+    body = server.requests[0].body
+    sent = {name: body[name] for name in ("temperature", "top_p", "top_k", "seed", "max_tokens")}
+    assert sent == {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": 0, "max_tokens": 7}
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert body["return_token_ids"] is True
+    assert "extra_body" not in body
+
+
+async def test_tool_arguments_travel_as_json_text_and_tools_reach_the_server(
+    serve: Callable[..., FaultServer],
+) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"t": 1}}}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "c1"},
+    ]
+    server = serve()
+    async with connected(server) as target:
+        await target.chat(messages, tools, Sampling(max_tokens=50), {})
+    sent = server.requests[0].body
+    assert json.loads(sent["messages"][1]["tool_calls"][0]["function"]["arguments"]) == {"t": 1}
+    assert sent["tools"] == tools
+
+
+async def test_a_long_silence_is_one_request_and_a_kept_reply(serve: Callable[..., FaultServer]) -> None:  # P11
+    server = serve(fault=lambda text, nth: Fault(silent=1.2))
+    async with connected(server) as target:
+        reply = await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+    assert reply.answer_text == "Four"
+    assert len(server.requests) == 1
+
+
+async def test_a_reply_past_the_deadline_is_not_asked_for_again(serve: Callable[..., FaultServer]) -> None:  # P11
+    server = serve(fault=lambda text, nth: Fault(hang=True))
+    async with connected(server, deadline=0.2) as target:
+        with pytest.raises(ChatFailed, match=r"no reply within the deadline of 0\.2 s") as failure:
+            await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+    assert failure.value.passing
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+async def test_a_final_status_is_sent_once(serve: Callable[..., FaultServer], status: int) -> None:  # P12
+    server = serve(fault=lambda text, nth: Fault(status=status))
+    async with connected(server) as target:
+        with pytest.raises(ChatFailed, match=f"HTTP {status}: as told") as failure:
+            await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+    assert not failure.value.passing
+    assert len(server.requests) == 1
+
+
+PASSING = {
+    "503": Fault(status=503),
+    "500": Fault(status=500),
+    "408": Fault(status=408),
+    "409": Fault(status=409),
+    "reset": Fault(reset=True),
+    "cut transfer": Fault(cut_transfer=True),
+    "cut JSON": Fault(body=b'{"choices": [{"message": {"content": "Fo'),
+    "HTML": Fault(body=b"<html>gateway</html>"),
+    "no choice": Fault(body=b'{"choices": []}'),
+    "other JSON": Fault(body=b'{"ok": true}'),
+    "aborted": Fault(body=b'{"choices": [{"message": {"content": ""}, "finish_reason": "abort"}]}'),
+}
+
+
+@pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING.keys())
+async def test_a_passing_fault_is_met_with_another_try(serve: Callable[..., FaultServer], fault: Fault) -> None:  # P12
+    server = serve(fault=lambda text, nth: fault if nth < 3 else None)
+    async with connected(server) as target:
+        reply = await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+    assert reply.answer_text == "Four"
+    assert reply.timing["attempts"] == len(server.requests) == 3
+
+
+async def test_a_fault_that_does_not_pass_ends_after_the_last_try(serve: Callable[..., FaultServer]) -> None:
+    server = serve(fault=lambda text, nth: Fault(status=503))
+    async with connected(server, retries=2) as target:
+        with pytest.raises(ChatFailed, match="HTTP 503: as told, 3 tries") as failure:
+            await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+    assert failure.value.passing
+    assert len(server.requests) == 3
+
+
+async def test_retry_after_is_honoured(serve: Callable[..., FaultServer]) -> None:  # P12
+    server = serve(fault=lambda text, nth: Fault(status=429, headers={"Retry-After": "1"}) if nth == 1 else None)
+    async with connected(server) as target:
+        await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+    first, second = server.requests
+    assert second.at - first.at >= 1.0
+
+
+async def test_a_prompt_that_does_not_fit_is_named_and_final(serve: Callable[..., FaultServer]) -> None:  # P14
+    server = serve(max_model_len=10)
+    async with connected(server) as target:
+        with pytest.raises(ChatFailed, match="prompt_too_long: This model's maximum context length is 10") as failure:
+            await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+    assert not failure.value.passing
+    assert len(server.requests) == 1
+
+
+async def test_draining_ends_the_wait_for_another_try(serve: Callable[..., FaultServer]) -> None:
+    server = serve(fault=lambda text, nth: Fault(status=429, headers={"Retry-After": "600"}))
+    async with connected(server) as target:
+        chat = asyncio.create_task(target.chat(QUESTION, (), Sampling(max_tokens=50), {}))
+        await asyncio.to_thread(server.wait_for, lambda: len(server.requests) == 1)
+        target.drain()
+        with pytest.raises(NotSentAgain):
+            await chat
+
+
+async def test_requests_spread_over_servers_and_leave_a_failing_one_alone(serve: Callable[..., FaultServer]) -> None:
+    well, ill = serve(), serve(fault=lambda text, nth: Fault(status=503, headers={"Retry-After": "5"}))
+    async with connected(well, ill) as target:
+        target.endpoints[1].rests_until = 0.0
+        target.endpoints[0].in_flight = 1  # the ill one is preferred at first
+        started = asyncio.create_task(target.chat(QUESTION, (), Sampling(max_tokens=50), {}))
+        await asyncio.to_thread(ill.wait_for, lambda: len(ill.requests) == 1)
+        replies = [await target.chat(QUESTION, (), Sampling(max_tokens=50), {}) for _ in range(3)]
+        started.cancel()
+    assert [reply.answer_text for reply in replies] == ["Four"] * 3
+    assert (len(well.requests), len(ill.requests)) == (3, 1)
+
+
+async def test_connecting_tells_model_limit_engine_and_version(serve: Callable[..., FaultServer]) -> None:
+    server = serve(max_model_len=2048)
+    for url in (server.url, server.url + "/v1", server.url + "/v1/", server.url + "/v1/chat/completions"):
+        async with ServerTarget([url], None, api_key_env="TOY_KEY", deadline=9, retries=0) as target:
+            info = await target.connect()
+            assert (info.model, info.max_model_len, info.engine, info.version) == ("toy", 2048, "vllm", "0.32.0")
+
+
+async def test_credentials_in_the_url_are_never_shown(serve: Callable[..., FaultServer]) -> None:
+    url = serve().url.replace("http://", "http://me:secret@")
+    async with ServerTarget([url], None, api_key_env="TOY_KEY", deadline=9, retries=0) as target:
+        assert "secret" not in repr(await target.connect())
+    async with ServerTarget(["http://me:secret@127.0.0.1:9"], None, api_key_env="K", deadline=9, retries=0) as target:
+        with pytest.raises(UserError, match="does not answer") as error:
+            await target.connect()
+        assert "secret" not in str(error.value)
+
+
+async def test_the_key_of_the_named_variable_is_sent(
+    serve: Callable[..., FaultServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(api_key="sesame")
+    with pytest.raises(UserError, match=r"HTTP 401.*environment variable TOY_KEY, it is not set"):
+        async with connected(server):
+            pass
+    monkeypatch.setenv("TOY_KEY", "wrong")
+    with pytest.raises(UserError, match="its key was refused"):
+        async with connected(server):
+            pass
+    monkeypatch.setenv("TOY_KEY", "sesame")
+    async with connected(server) as target:
+        await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+    assert server.requests[0].headers["Authorization"] == "Bearer sesame"
+
+
+CONNECT_FAULTS = {
+    "wrong path": ({"prefix": "/elsewhere"}, None, "expected an OpenAI-compatible API, found none at"),
+    "wrong name": ({"models": ("a", "b")}, "c", "the model c, the server offers a, b; name one with --model"),
+    "no name": ({"models": ("a", "b")}, None, "one model of several, the server offers a, b"),
+    "loading": ({"models_status": 503}, None, r"found HTTP 503 \(loading\); wait until the server is ready"),
+}
+
+
+@pytest.mark.parametrize(("options", "model", "message"), CONNECT_FAULTS.values(), ids=CONNECT_FAULTS.keys())
+async def test_connecting_names_what_is_wrong(
+    serve: Callable[..., FaultServer], options: dict[str, Any], model: str | None, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        async with connected(serve(**options), model=model):
+            pass
+
+
+@pytest.mark.parametrize("url", ["http://", "http://no such host", "http://127.0.0.1:1"])
+async def test_a_server_that_is_not_there_is_a_users_error(url: str) -> None:
+    async with ServerTarget([url], None, api_key_env="TOY_KEY", deadline=9, retries=0) as target:
+        with pytest.raises(UserError):
+            await target.connect()
+
+
+def test_retry_after_may_be_a_date_or_nonsense() -> None:
+    from draftsmith.target.wire import _retry_after
+
+    later = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 3600))
+    assert 3500 < _retry_after(later) <= 3600
+    assert _retry_after("soon") == _retry_after("-3") == 0.0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"error": {"message": "bad"}}', b'{"message": "bad", "object": "error"}', b'{"detail": "bad"}', b"bad\n"],
+)
+def test_the_explanation_is_found_in_every_engines_error_body(body: bytes) -> None:
+    assert explanation(body) == "bad"
+
+
+def test_backoff_doubles_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "BACKOFF_SECONDS", 0.5)
+    for attempt, most in [(1, 1.0), (2, 2.0), (5, 16.0), (30, 60.0)]:
+        assert all(most / 2 <= server_module._backoff(attempt) <= most for _ in range(20))
+
+
+async def test_says_can_be_cut(serve: Callable[..., FaultServer]) -> None:
+    cut = Says(answer="", reasoning="first add 3 and", finish="length", closed=False)
+    async with connected(serve(says=lambda text, body: cut)) as target:
+        reply = await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+    assert (reply.finish_reason, reply.answer_text) == ("length", None)
+
+
+def test_the_toy_tokenizer_gives_text_back_unchanged(template: Template, tmp_path: Path) -> None:
+    text = "<think>two and\ntwo</think>Four<|end|>"
+    assert template.decode(template.encode(text)) == text
