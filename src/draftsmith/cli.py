@@ -33,6 +33,7 @@ from draftsmith.recipe import (
 app = App(
     name="draftsmith",
     version=__version__,
+    suppress_keyboard_interrupt=False,
     help="Turn a served reasoning model into a faster one: capture, train an EAGLE-3 draft, export, measure.",
 )
 
@@ -164,8 +165,10 @@ def run_(
     recipe: Annotated[Path, Parameter(help="Recipe (YAML).")],
     *,
     run: Annotated[Path | None, Parameter(help="Run folder; default: the recipe's.")] = None,
-    set: Annotated[list[str], Parameter(negative=(), help="Override, e.g. --set train.lr=4e-4; repeat.")] = [],  # noqa: A002, B006
-    dry_run: Annotated[bool, Parameter(negative=(), help="Show every resolved setting; read and load nothing.")] = False,
+    set: Annotated[list[str], Parameter(negative=(), help="Override, e.g. --set train.lr=4e-4; repeat.")] = [],
+    dry_run: Annotated[
+        bool, Parameter(negative=(), help="Show every resolved setting; read and load nothing.")
+    ] = False,
     force: Force = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -203,7 +206,9 @@ def _stage(run: Path, command: str, settings: Settings, force: bool, json: bool,
         print(json_library.dumps(manifest, ensure_ascii=False))
     else:
         folder = run / pipeline.BY_COMMAND[command].folder
-        progress.say(f"{folder}: {'done' if made else 'already done, skipped'} ({pipeline.summary(manifest['counts'])})")
+        progress.say(
+            f"{folder}: {'done' if made else 'already done, skipped'} ({pipeline.summary(manifest['counts'])})"
+        )
 
 
 def _results(arms: dict[str, Path], json: bool) -> None:
@@ -221,5 +226,3 @@ def _results(arms: dict[str, Path], json: bool) -> None:
 
 def _as_json(state: Status) -> dict[str, Any]:
     return {"state": state.kind, "changes": list(state.changes), "counts": state.counts}
-
-

@@ -86,7 +86,9 @@ def plan(run: Path, command: str, settings: Settings) -> Plan:
         inputs["from"] = _model_fingerprint(settings.from_)
     stage = "traces" if command == "import" else kind.folder
     values = settings.shaping()
-    return Plan(stage, {"made_by": command, **values} if stage == "traces" else values, inputs)
+    if stage == "traces":
+        return Plan(stage, {"made_by": command, **values}, inputs, may_grow=frozenset({"questions"}))
+    return Plan(stage, values, inputs)
 
 
 def run_stage(
@@ -186,7 +188,11 @@ def _planner(run: Path, command: str, settings: Settings) -> Callable[[], Plan]:
 
 def _stage_status(run: Path, folder: str, wanted: Callable[[], Plan] | None) -> Status:
     stored = next(
-        (path for path in (run / folder / artifacts.MANIFEST, run / f"{folder}.partial" / artifacts.PLAN) if path.exists()),
+        (
+            path
+            for path in (run / folder / artifacts.MANIFEST, run / f"{folder}.partial" / artifacts.PLAN)
+            if path.exists()
+        ),
         None,
     )
     if stored is None:

@@ -6,13 +6,14 @@ import struct
 from pathlib import Path
 
 import pytest
-from browser import chromium, open_tab
-from toy_run import make_draft, make_measure, make_run, make_traces
 
+from browser import chromium, open_tab
 from draftsmith.artifacts import Plan, Stage
 from draftsmith.progress import Progress
+from draftsmith.recipe import ReportSettings
 from draftsmith.report.compare import compare_page
 from draftsmith.report.page import build
+from toy_run import make_draft, make_measure, make_run, make_traces
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,7 +33,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = make_run(tmp_path_factory.mktemp("report") / "toy-run")
     work = run / "report"
     work.mkdir()
-    build(Stage(run, Plan("report", {}, {}), work), None, Progress(quiet=True))
+    build(Stage(run, Plan("report", {}, {}), work), ReportSettings(), Progress(quiet=True))
     return work / "report.html"
 
 
@@ -79,7 +80,7 @@ async def test_hostile_text_in_a_trace_is_shown_and_never_run(tmp_path: Path) ->
     run = tmp_path / "<img src=x onerror=console.error(1)>"
     make_traces(run, 3, text="</script><script>console.error('run')</script><img src=http://example.com/x.png>")
     (run / "report").mkdir()
-    build(Stage(run, Plan("report", {}, {}), run / "report"), None, Progress(quiet=True))
+    build(Stage(run, Plan("report", {}, {}), run / "report"), ReportSettings(), Progress(quiet=True))
     page = (run / "report" / "report.html").as_uri()
     async with open_tab() as tab:
         await tab.open(page, 1280, 800)

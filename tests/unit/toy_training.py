@@ -113,15 +113,15 @@ def _write_hidden(folder: Path, traces: list[Trace]) -> None:
         start = len(trace.prompt_ids) - 1
         writer.add(
             trace.trace_id,
-            States(
-                aux.bfloat16(), last[0][0, start:-1].bfloat16(), out.logits[0, start:-1].argmax(-1).to(torch.int32)
-            ),
+            States(aux.bfloat16(), last[0][0, start:-1].bfloat16(), out.logits[0, start:-1].argmax(-1).to(torch.int32)),
             len(trace.prompt_ids),
             1.0,
         )
     writer.finish()
     weights = HeadWeights(
-        embed_tokens=model.model.embed_tokens.weight.detach().clone(), norm=model.model.norm.weight.detach(), lm_head=None
+        embed_tokens=model.model.embed_tokens.weight.detach().clone(),
+        norm=model.model.norm.weight.detach(),
+        lm_head=None,
     )
     facts = {
         "name": "toy",

@@ -76,6 +76,10 @@ def _run_server(
             retries=settings.retries,
         ) as target:
             info = await target.connect()
+            progress.say(
+                f"capture: {info.model} at {', '.join(info.urls)} ({f'{info.engine} {info.version}'.strip()}), "
+                f"{settings.concurrency} requests at once, a request may take {settings.deadline:g} s"
+            )
             template = _server_template(settings, info)
             reading = _reading(settings, template)
             with _capturing(stage, settings, progress, questions, journal, reading, info.max_model_len) as capture:

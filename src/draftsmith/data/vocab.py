@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from draftsmith.artifacts import Stage, write_json
@@ -22,7 +23,7 @@ from draftsmith.errors import UserError
 from draftsmith.progress import Progress
 from draftsmith.recipe import VocabSettings
 from draftsmith.target.thinking import delimiters_from_json
-from draftsmith.trace import Trace, held_out, read_metadata, read_traces
+from draftsmith.trace import TRAINABLE, Trace, held_out, read_metadata, read_traces, trace_files
 
 FILE = "vocab.safetensors"
 COVERAGE = "coverage.json"
@@ -57,7 +58,7 @@ def build(stage: Stage, settings: VocabSettings, progress: Progress) -> dict[str
         split: {part: np.zeros(target_size, np.int64) for part in (*PARTS, "all")} for split in ("train", "held_out")
     }
     traces = 0
-    with progress.track("vocab", 0, "traces") as tracker:
+    with progress.track("vocab", count_traces(stage.folder("traces")), "traces") as tracker:
         for trace in read_traces(stage.folder("traces")):
             split = "held_out" if held_out(trace.question_key, share) else "train"
             count_labels(trace, counts[split])
@@ -84,6 +85,12 @@ def build(stage: Stage, settings: VocabSettings, progress: Progress) -> dict[str
         "coverage_held_out_reasoning": coverage["held_out"]["reasoning"]["share"],
         "coverage_held_out_answer": coverage["held_out"]["answer"]["share"],
     }
+
+
+def count_traces(folder: Path) -> int:
+    """Traces in training states, read from the state column alone."""
+    states = (state for path in trace_files(folder) for state in pq.read_table(path, columns=["state"])["state"])
+    return sum(state.as_py() in TRAINABLE for state in states)
 
 
 def check_size(size: int, target_size: int) -> None:

@@ -239,11 +239,11 @@ def target_ids(d2t: Tensor, target_vocab: int, name: str, t2d: Tensor | None = N
     distinct = len(set(ids.tolist()))
     kept = t2d.to(torch.bool).nonzero().flatten() if t2d is not None else None
     rule = "d2t must hold offsets (target_id = i + d2t[i])"
-    if len(offsets) > 1 and torch.equal(offsets, count):
-        raise UserError(f"{name}: d2t is 0, 1, 2, ... (an arange): head row i would mean id 2 * i; {rule}")
     wrong = bool((ids < 0).any() or (ids >= target_vocab).any() or distinct != len(ids))
     if kept is not None and not wrong:
         wrong = not torch.equal(ids.sort().values, kept)
+    if len(offsets) > 1 and torch.equal(offsets, count) and (wrong or kept is None):
+        raise UserError(f"{name}: d2t is 0, 1, 2, ... (an arange): head row i would mean id 2 * i; {rule}")
     rising = bool((offsets[1:] > offsets[:-1]).all()) if len(offsets) > 1 else False
     plausible = rising and bool((offsets >= 0).all() and (offsets < target_vocab).all())
     absolute = torch.equal(offsets.sort().values, kept) if kept is not None else plausible

@@ -147,6 +147,7 @@ def check_export(
     return CheckResult(engine, tuple(findings), rows, difference, masters_difference, agreement)
 
 
+@torch.no_grad()
 def compare(first: Eagle3Draft, second: Eagle3Draft, batches: Sequence[Batch]) -> tuple[float, float]:
     """Runs two drafts over the same rows.
 

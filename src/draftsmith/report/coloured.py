@@ -1,7 +1,7 @@
 """Traces as a person reads them: stretches of text, each marked by what it is to the draft.
 
-Text is cut at id boundaries by decoding growing prefixes, so spacing is what the whole reply has (decoding stretches one by
-one would lose a SentencePiece tokenizer's leading spaces); a character split over two stretches goes to the later one.
+Text is cut at id boundaries by decoding growing prefixes, so spacing is what the whole reply has (decoded one by one,
+stretches would lose a SentencePiece tokenizer's leading spaces); a character split over two of them goes to the later.
 Long stretches show their two ends. Everything here is untrusted text: it is escaped by the page, never here.
 """
 
@@ -80,7 +80,7 @@ def _stretches_of_ids(trace: Trace, decode: Decode) -> list[Stretch]:
 
 
 def _roles(generated: int, reasoning: Span | None, answer: Span | None) -> list[tuple[Role, int, int]]:
-    """[start, end) over the generated ids with a role each; the first id stands alone, the rest between is delimiter."""
+    """[start, end) over the generated ids, each with its role: the first id alone, what no span holds is delimiter."""
 
     def role_at(index: int) -> Role:
         if index == 0:
@@ -106,5 +106,9 @@ def _text_between(ids: list[int], start: int, end: int, decode: Decode) -> str:
 
 
 def _stretches_of_text(trace: Trace) -> list[Stretch]:
-    stretches: list[Stretch] = [Stretch("prompt", trace.messages), Stretch("reasoning", trace.reasoning), Stretch("answer", trace.answer)]
+    stretches: list[Stretch] = [
+        Stretch("prompt", trace.messages),
+        Stretch("reasoning", trace.reasoning),
+        Stretch("answer", trace.answer),
+    ]
     return [stretch for stretch in stretches if stretch.text]

@@ -64,7 +64,7 @@ def render_comparison(name: str, arms: list[Arm]) -> str:
         name=name,
         sentence=sentence,
         mood=mood,
-        made_of=f"{len(arms)} drafts, the same questions and the same training budget; acceptance length is the mean "
+        made_of=f"{len(arms)} drafts for one target, measured on held-out questions. Acceptance length is the mean "
         "number of tokens per target forward, bonus token included.",
         facts=[_fact(arm) for arm in arms],
         cautions=_cautions(arms),
@@ -114,7 +114,9 @@ def _cautions(arms: list[Arm]) -> list[str]:
         values = [result.get(key, result["sampling"].get(key)) for result in results]
         if any(value != values[0] for value in values):
             listed = ", ".join(str(value) for value in values)
-            cautions.append(f"The arms were not measured alike ({key.replace('_', ' ')}: {listed}): do not compare them.")
+            cautions.append(
+                f"The arms were not measured alike ({key.replace('_', ' ')}: {listed}): do not compare them."
+            )
     budgets = [arm.draft["supervised_tokens"] for arm in arms if "supervised_tokens" in arm.draft]
     if budgets and max(budgets) > 1.05 * min(budgets):
         cautions.append(
@@ -136,7 +138,7 @@ def _rows(arms: list[Arm]) -> list[tuple[str, list[str]]]:
             "without the draft",
             [rate(r["baseline_tokens_per_second"]) if "baseline_tokens_per_second" in r else "–" for r in results],
         ),
-        ("lossless", [{True: "yes", False: "no"}.get(result.get("lossless"), "–") for result in results]),
+        ("lossless", [_yes_or_no(result.get("lossless")) for result in results]),
         ("questions", [f"{result['questions']:,}" if "questions" in result else "–" for result in results]),
         ("sampling", [sampling_words(result["sampling"]) if "sampling" in result else "–" for result in results]),
         (
@@ -145,3 +147,7 @@ def _rows(arms: list[Arm]) -> list[tuple[str, list[str]]]:
         ),
         ("traces", [{"static": "static text", "capture": "captured"}.get(arm.source_kind, "–") for arm in arms]),
     ]
+
+
+def _yes_or_no(value: bool | None) -> str:
+    return "–" if value is None else "yes" if value else "no"

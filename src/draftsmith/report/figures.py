@@ -145,9 +145,7 @@ def acceptance_curve_chart(curve: Curve) -> Chart | None:
         says=f"Greedy chain simulated on held-out traces; best {best:.2f}. 1.0 means that the draft does nothing.",
         figure=_json(figure),
         head=["optimizer step", *[ROLES[role].lower() for role in series]],
-        rows=[
-            [f"{step:,}", *[number(values[i]) for values in series.values()]] for i, step in enumerate(steps)
-        ],
+        rows=[[f"{step:,}", *[number(values[i]) for values in series.values()]] for i, step in enumerate(steps)],
     )
 
 
@@ -163,11 +161,7 @@ def position_chart(per_position: dict[str, Sequence[float | None]], source: str)
     if not series:
         return None
     positions = range(1, 1 + max(len(values) for values in series.values()))
-    figure = go.Figure(
-        layout=layout(
-            "draft position", "accepted", barmode="group", bargap=0.28, bargroupgap=0.06
-        )
-    )
+    figure = go.Figure(layout=layout("draft position", "accepted", barmode="group", bargap=0.28, bargroupgap=0.06))
     for role, values in series.items():
         figure.add_bar(
             x=list(positions)[: len(values)],

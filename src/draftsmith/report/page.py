@@ -22,7 +22,7 @@ from draftsmith import __version__
 from draftsmith.artifacts import Stage
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress, clock
-from draftsmith.recipe import Settings
+from draftsmith.recipe import ReportSettings
 from draftsmith.report.coloured import Decode, ShownTrace, show
 from draftsmith.report.figures import Chart
 from draftsmith.report.findings import Findings, TraceFindings, read_findings
@@ -33,7 +33,7 @@ from draftsmith.target.template import load_template
 PAGE = "report.html"
 
 
-def build(stage: Stage, settings: Settings | None, progress: Progress) -> dict[str, Any]:
+def build(stage: Stage, settings: ReportSettings, progress: Progress) -> dict[str, Any]:
     """Writes `report.html` from the run's published stages.
 
     Args:
@@ -62,7 +62,11 @@ def render_report(findings: Findings, progress: Progress) -> tuple[int, str]:
     trained = training(findings)
     accepted = acceptance(findings)
     shown, says = _shown(findings, progress)
-    charts = [*length_charts, *(trained.charts if trained else ()), *([accepted.chart] if accepted and accepted.chart else ())]
+    charts = [
+        *length_charts,
+        *(trained.charts if trained else ()),
+        *([accepted.chart] if accepted and accepted.chart else ()),
+    ]
     text = render(
         "report.html.jinja",
         charts,
@@ -121,8 +125,8 @@ def _shown(findings: Findings, progress: Progress) -> tuple[list[ShownTrace], st
     if problem:
         progress.say(f"report: {problem}; showing the traces' text instead of their ids")
     says = (
-        f"{len(findings.traces.shown)} traces, evenly spaced over the run, decoded from their ids. The draft learns the "
-        "coloured ids; the grey ones only give it context."
+        f"{len(findings.traces.shown)} traces, evenly spaced over the run, decoded from their ids. The draft learns "
+        "the coloured ids; the grey ones only give it context."
     )
     if problem:
         says = f"The text columns of {len(findings.traces.shown)} traces; ids are not shown, because {problem}."

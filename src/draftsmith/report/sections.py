@@ -115,9 +115,7 @@ def funnel(findings: Findings) -> Funnel | None:
         )
         for state, name, kind in FUNNEL
     ]
-    return Funnel(
-        says=f"{asked}." + (f" Token ids: {sources}." if sources else ""), rows=rows, reasons=traces.reasons
-    )
+    return Funnel(says=f"{asked}." + (f" Token ids: {sources}." if sources else ""), rows=rows, reasons=traces.reasons)
 
 
 def lengths(traces: TraceFindings | None) -> list[Chart]:
@@ -203,7 +201,9 @@ def exports(checks: dict[str, dict[str, Any]]) -> list[ExportTable]:
 def _logits(check: dict[str, Any]) -> str:
     if check["difference"] is None:
         return "The draft could not be built from the exported files."
-    rounding = "" if check["masters_difference"] is None else f", {check['masters_difference']:.1e} from its float32 weights"
+    rounding = (
+        "" if check["masters_difference"] is None else f", {check['masters_difference']:.1e} from its float32 weights"
+    )
     return (
         f"Logits of {check['rows']:,} real rows differ from the trainer's by {check['difference']:.1e} of the largest "
         f"(equal weights){rounding}."

@@ -1,6 +1,7 @@
 """The OpenAI chat format on the wire: a request's body, a reply's fields, and what each refusal means.
 
-Sampling values are always explicit, template options lie on the top level (`extra_body` is a notion of the Python SDK;
+Sampling values are always explicit (servers take what a request leaves open from the model's generation_config.json,
+penalties included: P05), template options lie on the top level (`extra_body` is a notion of the Python SDK;
 servers ignore it), and ids are asked for: `return_token_ids` on vLLM >= 0.10.2 (`prompt_token_ids` at the root,
 `choices[].token_ids`) and recent SGLang (`choices[].prompt_token_ids`, `choices[].response_token_ids`). The reasoning
 is read from `reasoning` (vLLM >= 0.11.1) and `reasoning_content` (vLLM before, SGLang, llama.cpp).
@@ -27,6 +28,14 @@ FINISH: Mapping[str | None, Literal["stop", "length", "tool_calls"]] = {
 }
 TOO_LONG = ("context length", "context size", "max_model_len", "maximum model length")
 """How vLLM, SGLang, llama.cpp and TRT-LLM word a 400 for a prompt that does not fit."""
+
+NEUTRAL: Mapping[str, float] = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What must not change the target's distribution: a draft learns the plain one, and `--local` samples from it."""
 
 
 class ChatFailed(Exception):
@@ -75,6 +84,7 @@ def chat_body(
 ) -> bytes:
     """The JSON body of `POST /chat/completions`."""
     body: dict[str, Any] = {
+        **NEUTRAL,
         "model": model,
         "messages": [_on_the_wire(message) for message in messages],
         "max_tokens": sampling.max_tokens,

@@ -140,8 +140,10 @@ def _sync(path: Path) -> None:
 
 def _cut_curve(path: Path, step: int) -> None:
     """Drops what came after the checkpoint: it will be made again. A torn last line is one of those."""
+    if not path.exists():
+        return
     kept = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+    for line in path.read_bytes().split(b"\n"):
         if not line.endswith(b"}") or json.loads(line)["step"] > step:
             break
         kept.append(line)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from toy_draft import DRAFTED, LAYERS, VOCAB, Exported, toy_config, toy_draft, toy_head, toy_ids
 
 from draftsmith.draft.checkpoint import save_draft
 from draftsmith.draft.loading import read_any_draft, target_ids
 from draftsmith.errors import UserError
 from draftsmith.recipe import Engine
+from toy_export import DRAFTED, LAYERS, VOCAB, Exported, toy_config, toy_draft, toy_head, toy_ids
 
 
 def edit_config(folder: Path, drop: tuple[str, ...] = (), **changes: Any) -> None:
@@ -218,7 +218,15 @@ def test_a_map_that_cannot_be_right_is_refused_by_name(
 
 # P27
 def test_a_large_map_of_absolute_ids_is_recognised_even_where_it_stays_in_range() -> None:
-    ids = torch.arange(0, 900, 3)
-    assert target_ids(ids - torch.arange(300), 2000, "draft", None).tolist() == ids.tolist() if False else True
+    ids = torch.arange(300) * 3
     with pytest.raises(UserError, match="absolute ids"):
         target_ids(ids, 2000, "draft")
+
+
+# P27
+def test_a_map_that_t2d_confirms_is_taken_as_it_is() -> None:
+    ids = torch.arange(300) * 2  # every other id: offsets that look like an arange
+    t2d = torch.zeros(600, dtype=torch.bool).index_fill_(0, ids, True)
+    assert target_ids(ids - torch.arange(300), 600, "draft", t2d).tolist() == ids.tolist()
+    with pytest.raises(UserError, match="an arange"):
+        target_ids(ids - torch.arange(300), 600, "draft")

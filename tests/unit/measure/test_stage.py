@@ -66,7 +66,7 @@ def run(tmp_path: Path) -> Path:
             num_key_value_heads=2,
             head_dim=8,
             max_position_embeddings=64,
-            initializer_range=0.5,
+            initializer_range=0.5,  # with seed 0 no reply has two logits closer than 0.027: no near-ties in float32
             eos_token_id=1,
             bos_token_id=None,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toy_run import evaluation
+from itertools import pairwise
 
 from draftsmith.report.figures import (
     BINS,
@@ -15,6 +15,7 @@ from draftsmith.report.figures import (
     thinned,
 )
 from draftsmith.report.findings import Curve, spread
+from toy_run import evaluation
 
 
 def test_a_histogram_counts_every_length_once_in_whole_number_bins() -> None:
@@ -23,7 +24,7 @@ def test_a_histogram_counts_every_length_once_in_whole_number_bins() -> None:
     assert sum(counts) == len(lengths)
     assert len(counts) <= BINS + 1 and len(edges) == len(counts) + 1
     assert edges[0] <= 3 and edges[-1] > 8192
-    assert len({end - start for start, end in zip(edges, edges[1:], strict=False)}) == 1
+    assert len({end - start for start, end in pairwise(edges)}) == 1
 
 
 def test_equal_lengths_make_one_bin() -> None:

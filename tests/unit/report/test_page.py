@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
-from toy_run import make_draft, make_measure, make_run, make_traces, make_vocab
 
 from draftsmith.artifacts import Plan, Stage
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
+from draftsmith.recipe import ReportSettings
 from draftsmith.report.compare import compare_page
 from draftsmith.report.page import build
+from toy_run import make_draft, make_measure, make_run, make_traces, make_vocab
 
 SCRIPT = re.compile(r"<script[^>]*>.*?</script>|<style>.*?</style>", re.DOTALL)
 
@@ -26,7 +27,7 @@ def report(run: Path) -> str:
 def whole_report(run: Path) -> str:
     work = run / "report.partial"
     work.mkdir()
-    build(Stage(run, Plan("report", {}, {}), work), None, Progress(quiet=True))
+    build(Stage(run, Plan("report", {}, {}), work), ReportSettings(), Progress(quiet=True))
     return (work / "report.html").read_text()
 
 
@@ -48,7 +49,7 @@ def test_counts_tell_how_much_is_on_the_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", traces=12)
     work = run / "report.partial"
     work.mkdir()
-    counts = build(Stage(run, Plan("report", {}, {}), work), None, Progress(quiet=True))
+    counts = build(Stage(run, Plan("report", {}, {}), work), ReportSettings(), Progress(quiet=True))
     assert counts == {"bytes": (work / "report.html").stat().st_size, "charts": 5, "traces": 5}
     assert [path.name for path in work.iterdir()] == ["report.html"]
 
@@ -94,7 +95,7 @@ def test_a_page_without_charts_carries_no_plotly(tmp_path: Path) -> None:
 
 def test_a_run_without_a_finished_stage_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at least one finished stage"):
-        build(Stage(tmp_path, Plan("report", {}, {}), tmp_path), None, Progress(quiet=True))
+        build(Stage(tmp_path, Plan("report", {}, {}), tmp_path), ReportSettings(), Progress(quiet=True))
 
 
 def test_traces_whose_tokenizer_is_gone_are_shown_as_text(tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ async def test_every_sampling_value_and_template_option_is_on_the_top_level(
     body = server.requests[0].body
     sent = {name: body[name] for name in ("temperature", "top_p", "top_k", "seed", "max_tokens")}
     assert sent == {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": 0, "max_tokens": 7}
+    neutral = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert neutral.items() <= body.items()
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
     assert body["return_token_ids"] is True
     assert "extra_body" not in body

@@ -45,20 +45,20 @@ def toy_config(**changes: Any) -> DraftConfig:
     return DraftConfig(**{**values, **changes})
 
 
-def toy_target(config: DraftConfig, **changes: Any) -> dict[str, Any]:
+def toy_target(draft: DraftConfig, **changes: Any) -> dict[str, Any]:
     """target.json of that draft's target."""
     facts: dict[str, Any] = {
         "name": "toy/target",
         "fingerprint": "0123456789abcdef",
         "config": {
             "architectures": ["LlamaForCausalLM"],
-            "hidden_size": config.hidden_size,
-            "vocab_size": config.target_vocab_size,
-            "rms_norm_eps": config.rms_norm_eps,
+            "hidden_size": draft.hidden_size,
+            "vocab_size": draft.target_vocab_size,
+            "rms_norm_eps": draft.rms_norm_eps,
         },
-        "layers": list(config.aux_layers),
+        "layers": list(draft.aux_layers),
         "num_layers": LAYERS,
-        "model_type": config.target_model_type,
+        "model_type": draft.target_model_type,
         "tied": False,
     }
     return {**facts, **changes}

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith import artifacts
+from draftsmith.artifacts import Plan, Stage
+from draftsmith.errors import UserError
+
+
+def writes(content: str = "x") -> Callable[[Stage], dict[str, Any]]:
+    def make(stage: Stage) -> dict[str, Any]:
+        (stage.work / "data").write_text(content)
+        return {"rows": 1}
+
+    return make
+
+
+def never(stage: Stage) -> dict[str, Any]:
+    raise AssertionError("the stage was made although nothing had changed")
+
+
+def test_a_stage_is_published_whole_with_its_manifest(tmp_path: Path) -> None:
+    manifest, made = artifacts.build(tmp_path, Plan("vocab", {"size": 4}, {"traces": "abc"}), writes())
+    assert made
+    assert (tmp_path / "vocab" / "data").read_text() == "x"
+    assert not (tmp_path / "vocab.partial").exists()
+    stored = json.loads((tmp_path / "vocab" / "manifest.json").read_text())
+    assert stored == manifest
+    assert stored["settings"] == {"size": 4}
+    assert stored["counts"] == {"rows": 1}
+    assert stored["files"] == {"data": 1}
+
+
+def test_an_unchanged_stage_is_skipped(tmp_path: Path) -> None:
+    plan = Plan("vocab", {"size": 4}, {})
+    artifacts.build(tmp_path, plan, writes())
+    _, made = artifacts.build(tmp_path, plan, never)
+    assert not made
+
+
+def test_a_changed_setting_is_refused_and_names_itself_and_what_it_invalidates(tmp_path: Path) -> None:
+    artifacts.build(tmp_path, Plan("vocab", {"size": 4}, {}), writes())
+    (tmp_path / "draft").mkdir()
+    with pytest.raises(UserError, match=r"size was 4, now 8.*--force makes it again \(and with it draft\)"):
+        artifacts.build(tmp_path, Plan("vocab", {"size": 8}, {}), never, invalidates=("draft", "export"))
+    assert (tmp_path / "vocab" / "data").read_text() == "x"
+
+
+def test_force_replaces_a_stage_made_from_other_settings(tmp_path: Path) -> None:
+    artifacts.build(tmp_path, Plan("vocab", {"size": 4}, {}), writes())
+    artifacts.build(tmp_path, Plan("vocab", {"size": 8}, {}), writes("y"), force=True)
+    assert (tmp_path / "vocab" / "data").read_text() == "y"
+
+
+def test_a_stale_stage_stays_until_its_replacement_is_whole(tmp_path: Path) -> None:
+    artifacts.build(tmp_path, Plan("vocab", {"size": 4}, {}), writes())
+
+    def fails(stage: Stage) -> dict[str, Any]:
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError):
+        artifacts.build(tmp_path, Plan("vocab", {"size": 8}, {}), fails, force=True)
+    assert (tmp_path / "vocab" / "data").read_text() == "x"
+
+
+def test_an_interrupted_stage_goes_on_from_what_it_left(tmp_path: Path) -> None:
+    plan = Plan("traces", {}, {})
+
+    def stops(stage: Stage) -> dict[str, Any]:
+        (stage.work / "journal").write_text("half")
+        stage.note_progress({"done": 3})
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        artifacts.build(tmp_path, plan, stops)
+    found = artifacts.status(tmp_path, plan)
+    assert (found.kind, found.counts) == ("partial", {"done": 3})
+
+    def goes_on(stage: Stage) -> dict[str, Any]:
+        return {"journal": (stage.work / "journal").read_text()}
+
+    manifest, _ = artifacts.build(tmp_path, plan, goes_on)
+    assert manifest["counts"] == {"journal": "half"}
+
+
+def test_an_input_that_may_grow_does_not_invalidate_a_half_made_folder(tmp_path: Path) -> None:  # P15
+    def stops(stage: Stage) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    grows = frozenset({"questions"})
+    with pytest.raises(KeyboardInterrupt):
+        artifacts.build(tmp_path, Plan("traces", {}, {"questions": "one"}, grows), stops)
+    grown = Plan("traces", {}, {"questions": "two"}, grows)
+    assert artifacts.status(tmp_path, grown).kind == "partial"
+    artifacts.build(tmp_path, grown, writes())
+    assert artifacts.manifest(tmp_path, "traces")["inputs"] == {"questions": "two"}
+    assert artifacts.status(tmp_path, Plan("traces", {}, {"questions": "three"}, grows)).kind == "stale"
+
+
+def test_changed_inputs_make_a_stage_stale(tmp_path: Path) -> None:
+    artifacts.build(tmp_path, Plan("vocab", {}, {"traces": "one"}), writes())
+    found = artifacts.status(tmp_path, Plan("vocab", {}, {"traces": "two"}))
+    assert found.kind == "stale"
+    assert found.changes == ("traces was 'one', now 'two'",)
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_work(tmp_path: Path) -> None:  # P33
+    def fills(stage: Stage) -> dict[str, Any]:
+        (stage.work / "shard").write_text("whole")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UserError, match="no space left on the disk"):
+        artifacts.build(tmp_path, Plan("hidden", {}, {}), fills)
+    assert (tmp_path / "hidden.partial" / "shard").read_text() == "whole"
+
+
+def _hold(run: Path, holding: Any, release: Any) -> None:
+    with artifacts.locked(run):
+        holding.set()
+        release.wait(30)
+
+
+def test_a_second_process_on_the_same_run_is_refused(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    holding, release = context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(tmp_path, holding, release))
+    other.start()
+    assert holding.wait(60)
+    with pytest.raises(UserError, match="another draftsmith is working in this run folder"), artifacts.locked(tmp_path):
+        pass
+    release.set()
+    other.join(30)
+    with artifacts.locked(tmp_path):
+        assert other.exitcode == 0
+
+
+def test_a_missing_stage_names_the_command_that_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="draftsmith extract --run"):
+        artifacts.manifest(tmp_path, "hidden")
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"), artifacts.locked(tmp_path / "file" / "run"):
+        pass
+
+
+def test_a_model_fingerprint_sees_changed_small_files_and_resized_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    before = artifacts.fingerprint_model(tmp_path)
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert artifacts.fingerprint_model(tmp_path) != before
+
+
+def test_broken_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(UserError, match=r"a\.json: expected JSON"):
+        artifacts.read_json(tmp_path / "a.json")

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith.__main__ import main
+from draftsmith.recipes import recipe_path
+
+STAGES = ("capture", "import", "vocab", "extract", "train", "export", "measure", "report")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--run", "R", "--lr", "-1"], "--lr: input should be greater than 0"),
+        (["train", "--run", "R", "--lrr", "1"], "Did you mean --lr?"),
+        (["vocab"], "--run"),
+        (["vocab", "--run", "R"], "draftsmith capture --run"),
+        (["extract", "--run", "R"], "draftsmith capture --run"),
+        (["capture", "--run", "R"], "expected --server URL or --local MODEL"),
+        (["capture", "--run", "R", "--local", "a", "--server", "http://b"], "found both"),
+        (["capture", "--run", "R", "--local", "smollm2", "--questions", "no.jsonl"], "no.jsonl"),
+        (["capture", "--run", "R", "--local", "smollm2", "--thinking", "kimmi"], "--thinking"),
+        (["measure", "--run", "R", "--draft-tokens", "abc"], "--draft-tokens: input should be a valid integer"),
+        (["export", "--run", "R", "--engine", "tensorrt"], "--engine"),
+        (["run", "no.yaml"], "no.yaml: expected a recipe, found no such file"),
+        (["status", "nowhere"], "nowhere: expected a run folder, found none"),
+        (["frobnicate"], "frobnicate"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []  # nothing was made
+
+
+@pytest.mark.parametrize("command", [*STAGES, "run", "status", "demo"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert "Usage: draftsmith" in capsys.readouterr().out
+
+
+def test_help_loads_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "datasets", "pyarrow", "aiohttp", "plotly")
+    code = (
+        "import sys; from draftsmith.__main__ import main; main(['--help']); "
+        f"print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["smollm2", "pivot", "kimi-k2.5", "qwen3-8b", "gpt-oss-20b"])
+def test_a_shipped_recipe_resolves_without_reading_or_loading_anything(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", str(recipe_path(name)), "--dry-run"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    chains = [shown] if "stages" in shown else list(shown.values())
+    for chain in chains:
+        assert {"vocab", "extract", "train", "export", "measure", "report"} <= chain["stages"].keys()
+        assert {"capture", "import"} & chain["stages"].keys()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_kimi_recipe_says_what_a_long_run_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(recipe_path("kimi-k2.5")), "--dry-run"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    capture = stages["capture"]
+    assert capture["questions"] == "mlabonne/open-perfectblend"
+    assert [url.rstrip("/") for url in capture["server"]] == ["http://localhost:8000"]
+    assert capture["template_options"] == {"thinking": True}
+    assert capture["thinking"] == "kimi"
+    assert (capture["limit"], capture["max_tokens"], capture["concurrency"]) == (10_000, 8192, 128)
+    assert capture["deadline"] == 1800
+    assert stages["train"]["from"]
+
+
+def test_an_unknown_shipped_recipe_lists_those_there_are() -> None:
+    with pytest.raises(Exception, match="there are gpt-oss-20b, kimi-k2.5, pivot, qwen3-8b, smollm2"):
+        recipe_path("llama")
+
+
+def test_ctrl_c_is_exit_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from draftsmith import pipeline
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "run_status", interrupted)
+    assert main(["status", "x"]) == 130
+    assert "run the same command again" in capsys.readouterr().err

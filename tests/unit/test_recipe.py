@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.errors import UserError
+from draftsmith.recipe import CaptureSettings, arm_recipe, load_recipe, parse_recipe
+
+CAPTURE = {"run": "runs/x", "capture": {"local": "smollm2"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({**CAPTURE, "trian": {}}, "unknown key trian; did you mean train?"),
+        ({**CAPTURE, "train": {"epoch": 1}}, "unknown key train.epoch; did you mean epochs?"),
+        ({**CAPTURE, "train": {"lr": 0}}, "train.lr: input should be greater than 0, found 0"),
+        ({**CAPTURE, "vocab": {"zzz": 0}}, "unknown key vocab.zzz; known keys: size"),
+        ({"run": "runs/x"}, "expected either `capture` or `import`, found neither"),
+        ({**CAPTURE, "import": {}}, "found both"),
+        (
+            {**CAPTURE, "arms": {"a": {"train": {"epohcs": 2}}}},
+            "arms.a: unknown key train.epohcs; did you mean epochs?",
+        ),
+        ({**CAPTURE, "capture": {"preamble": [{"role": "bot", "content": ""}]}}, "capture.preamble.0.role"),
+    ],
+)
+def test_a_wrong_key_or_value_is_one_line_that_helps(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_recipe(values, "r.yaml")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_overrides_are_yaml_values_at_dotted_places(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("run: a\ncapture: {local: smollm2}\n")
+    recipe = load_recipe(path, ["train.lr=4e-4", "capture.limit=3", "export.engine=[sglang]", "train.from=drafts/a"])
+    assert recipe.train.lr == 4e-4
+    assert recipe.train.from_ == "drafts/a"
+    assert recipe.capture is not None
+    assert recipe.capture.limit == 3
+    assert recipe.export.engine == ["sglang"]
+
+
+@pytest.mark.parametrize("override", ["train.lr", "=3", "run.x=1", "train.lr=[1"])
+def test_a_malformed_override_is_named(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("run: a\ncapture: {local: smollm2}\n")
+    with pytest.raises(UserError, match="--set"):
+        load_recipe(path, [override])
+
+
+@pytest.mark.parametrize(("text", "found"), [("- a", "found list"), ("a: [", "expected YAML"), ("", "found NoneType")])
+def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, text: str, found: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=found):
+        load_recipe(path)
+
+
+def test_arms_share_the_recipe_and_override_their_own_part() -> None:
+    recipe = parse_recipe(
+        {"run": "runs/p", "train": {"lr": 1e-3}, "arms": {"a": {"import": {"limit": 5}}, "b": CAPTURE | {"run": "x"}}},
+        "p",
+    )
+    arm = arm_recipe(recipe, "a")
+    assert (arm.train.lr, arm.import_ is not None, arm.capture) == (1e-3, True, None)
+    assert arm.run == "runs/p/a"
+
+
+def test_an_arm_can_switch_off_what_it_inherits() -> None:
+    recipe = parse_recipe({**CAPTURE, "arms": {"static": {"capture": None, "import": {"limit": 5}}}}, "p")
+    assert arm_recipe(recipe, "static").capture is None
+
+
+def test_settings_that_only_change_speed_do_not_shape_the_result() -> None:
+    slow, fast = CaptureSettings(concurrency=1, deadline=5), CaptureSettings(concurrency=64)
+    assert slow.shaping() == fast.shaping()
+    assert CaptureSettings(max_tokens=5).shaping() != fast.shaping()
