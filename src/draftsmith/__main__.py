@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from draftsmith.cli import app
 from draftsmith.errors import DraftsmithError
+from draftsmith.progress import harmless
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,6 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _stop(str(error), error.exit_code)
     except CycloptsError as error:
         return _stop(_usage(error), 2)
+    except PermissionError as error:
+        return _stop(f"{error.filename}: expected access to it, found {error.strerror}; change its permissions", 2)
     except KeyboardInterrupt:
         return _stop("interrupted; run the same command again to go on", 130)
     except BrokenPipeError:
@@ -43,7 +46,7 @@ def _usage(error: CycloptsError) -> str:
 
 
 def _stop(message: str, code: int) -> int:
-    print(f"draftsmith: {message}", file=sys.stderr)
+    print(f"draftsmith: {harmless(' '.join(message.splitlines()))}", file=sys.stderr)
     return code
 
 

@@ -29,6 +29,9 @@ from draftsmith.errors import UserError
 
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
+PROGRESS = "progress.json"
+NOTES = (PLAN, PROGRESS)
+"""What a half-made folder holds besides the stage's own files."""
 VERSIONED = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "pyarrow", "numpy")
 
 
@@ -41,7 +44,7 @@ class Plan:
     inputs: dict[str, str]
     """Name of an input -> fingerprint. Inputs that are stages of the same run carry the stage's name."""
     may_grow: frozenset[str] = frozenset()
-    """Inputs that may change under a half-made folder: what is in it is keyed by content, not by position."""
+    """Settings and inputs that may change under a half-made folder: what is in it is keyed by content, not position."""
 
     def identity(self) -> dict[str, Any]:
         """The plan as JSON types; two plans with the same identity make the same folder."""
@@ -67,6 +70,9 @@ class Stage:
     run: Path
     plan: Plan
     work: Path
+    replaces: Path | None = None
+    """The published folder this one is to replace, where they differ only in what `Plan.may_grow` names: what is in it
+    may be kept."""
 
     def folder(self, stage: str) -> Path:
         """The published folder of another stage of this run."""
@@ -74,7 +80,7 @@ class Stage:
 
     def note_progress(self, counts: dict[str, Any]) -> None:
         """Counts that `status` shows for a partial stage."""
-        write_json(self.work / "progress.json", counts)
+        write_json(self.work / PROGRESS, counts)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -145,7 +151,7 @@ def status(run: Path, plan: Plan) -> Status:
         return Status("stale" if changes else "done", changes, found["counts"])
     if (partial / PLAN).exists():
         changes = _changes(read_json(partial / PLAN), plan, ignored=plan.may_grow)
-        counts = partial / "progress.json"
+        counts = partial / PROGRESS
         return Status("stale" if changes else "partial", changes, read_json(counts) if counts.exists() else {})
     return Status("missing")
 
@@ -177,35 +183,47 @@ def build(
     found = status(run, plan)
     if found.kind == "done":
         return manifest(run, plan.stage), False
-    if found.kind == "stale":
-        if not force:
-            there = [name for name in invalidates if (run / name).exists()]
-            also = f" (and with it {', '.join(there)})" if there else ""
-            raise UserError(
-                f"{final}: was made from other settings or inputs: {'; '.join(found.changes)}; "
-                f"--force makes it again{also}, or use another --run"
-            )
-        shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True, exist_ok=True)
-    write_json(work / PLAN, plan.identity())
-    started = time.time()
-    try:
-        counts = make(Stage(run, plan, work))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free = shutil.disk_usage(work).free
+    if found.kind == "stale" and not force:
+        there = [name for name in invalidates if (run / name).exists()]
+        also = f" (and with it {', '.join(there)})" if there else ""
         raise UserError(
-            f"{work}: no space left on the disk ({free / 2**20:.0f} MiB free); what is finished is kept, "
-            "make room and run the same command again"
-        ) from None
-    for leftover in ("progress.json", PLAN):
-        (work / leftover).unlink(missing_ok=True)
-    write_json(work / MANIFEST, _manifest(plan, work, counts, started))
+            f"{final}: was made from other settings or inputs: {'; '.join(found.changes)}; "
+            f"--force makes it again{also}, or use another --run"
+        )
+    if work.exists() and not _same(work / PLAN, plan):
+        shutil.rmtree(work)
+    replaces = final if _same(final / MANIFEST, plan) else None
+    started = time.time()
+    with room_on_disk(run):
+        work.mkdir(parents=True, exist_ok=True)
+        write_json(work / PLAN, plan.identity())
+        counts = make(Stage(run, plan, work, replaces))
+        write_json(work / MANIFEST, _manifest(plan, work, counts, started))
     if final.exists():
         shutil.rmtree(final)
     os.replace(work, final)
+    for leftover in NOTES:  # only now: without its plan, a folder that was not renamed could not be told apart
+        (final / leftover).unlink(missing_ok=True)
     return manifest(run, plan.stage), True
+
+
+@contextmanager
+def room_on_disk(folder: Path) -> Iterator[None]:
+    """Turns a full disk into one line.
+
+    Raises:
+        UserError: a write in the block met a full disk or a quota.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(folder).free
+        raise UserError(
+            f"{folder}: no space left on the disk ({free / 2**20:.0f} MiB free); what is finished is kept, "
+            "make room and run the same command again"
+        ) from None
 
 
 @contextmanager
@@ -242,8 +260,14 @@ def _changes(found: dict[str, Any], plan: Plan, ignored: frozenset[str] = frozen
     return tuple(lines)
 
 
+def _same(stored: Path, plan: Plan) -> bool:
+    """Whether the plan (or manifest) stored there differs from `plan` in nothing but what may grow."""
+    return stored.exists() and not _changes(read_json(stored), plan, ignored=plan.may_grow)
+
+
 def _manifest(plan: Plan, work: Path, counts: dict[str, Any], started: float) -> dict[str, Any]:
-    files = {str(path.relative_to(work)): path.stat().st_size for path in sorted(work.rglob("*")) if path.is_file()}
+    found = {str(path.relative_to(work)): path for path in sorted(work.rglob("*")) if path.is_file()}
+    files = {name: path.stat().st_size for name, path in found.items() if name not in (*NOTES, MANIFEST)}
     return {
         **plan.identity(),
         "counts": counts,

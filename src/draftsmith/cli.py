@@ -16,7 +16,7 @@ from rich.table import Table
 
 from draftsmith import __version__, pipeline
 from draftsmith.artifacts import Status
-from draftsmith.progress import Progress
+from draftsmith.progress import Progress, harmless
 from draftsmith.recipe import (
     CaptureSettings,
     ExportSettings,
@@ -156,7 +156,7 @@ def status(run: Run, *, json: Json = False) -> None:
     for heading in ("stage", "state", "what"):
         table.add_column(heading)
     for name, state in found.items():
-        table.add_row(name, state.kind, "; ".join(state.changes) or pipeline.summary(state.counts))
+        table.add_row(name, state.kind, harmless("; ".join(state.changes) or pipeline.summary(state.counts)))
     Console(highlight=False).print(table, markup=False)
 
 

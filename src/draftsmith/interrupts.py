@@ -4,32 +4,57 @@ from __future__ import annotations
 
 import signal
 import threading
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+def abandon() -> None:
+    """What a second signal does where nothing else is said.
+
+    Raises:
+        KeyboardInterrupt: always.
+    """
+    raise KeyboardInterrupt
 
 
 @contextmanager
-def stopping() -> Iterator[Callable[[], bool]]:
+def stopping(
+    first: Callable[[], object] = lambda: None,
+    second: Callable[[], object] = abandon,
+    loop: AbstractEventLoop | None = None,
+) -> Iterator[Callable[[], bool]]:
     """Yields a function that tells whether a stop was asked for; handlers are restored afterwards.
 
-    The second signal raises KeyboardInterrupt. Outside the main thread, where Python allows no handlers, it is never
-    asked for.
+    Outside the main thread, where Python allows no handlers, it is never asked for.
+
+    Args:
+        first: called at the first signal.
+        second: called at every further one.
+        loop: an event loop that is to run both, between its own steps; None: they run wherever the program is.
     """
-    signals: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-        if len(signals) > 1:
-            raise KeyboardInterrupt
-
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = [signal.signal(number, handle) for number in numbers]
+    signals = 0
+
+    def handle(*_: object) -> None:
+        nonlocal signals
+        signals += 1
+        (first if signals == 1 else second)()
+
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    for number in NUMBERS:
+        if loop is None:
+            signal.signal(number, handle)
+        else:
+            loop.add_signal_handler(number, handle)
     try:
-        yield lambda: bool(signals)
+        yield lambda: signals > 0
     finally:
-        for number, old in zip(numbers, previous, strict=True):
-            signal.signal(number, old)
+        for number, handler in before.items():
+            if loop is not None:
+                loop.remove_signal_handler(number)
+            signal.signal(number, handler or signal.SIG_DFL)

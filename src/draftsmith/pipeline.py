@@ -59,6 +59,8 @@ KINDS = (
     Kind("report", "report", ReportSettings, "draftsmith.report.page", ()),
 )
 BY_COMMAND = {kind.command: kind for kind in KINDS}
+CHOOSING = frozenset({"questions", "split", "limit", "held_out", "samples"})
+"""What settles which questions are asked, not what comes back for one: traces of an earlier choice stay good."""
 REPORTED = ("traces", "vocab", "hidden", "draft", "export", "measure")
 """The report shows whatever of these there is."""
 
@@ -87,7 +89,7 @@ def plan(run: Path, command: str, settings: Settings) -> Plan:
     stage = "traces" if command == "import" else kind.folder
     values = settings.shaping()
     if stage == "traces":
-        return Plan(stage, {"made_by": command, **values}, inputs, may_grow=frozenset({"questions"}))
+        return Plan(stage, {"made_by": command, **values}, inputs, may_grow=CHOOSING)
     return Plan(stage, values, inputs)
 
 
@@ -136,8 +138,8 @@ def run_recipe(recipe: Recipe, run: Path, progress: Progress, *, force: bool = F
 
         progress.say(f"report: {compare_page(run, list(recipe.arms))}")
         return
-    run.mkdir(parents=True, exist_ok=True)
-    artifacts.write_json(run / RECIPE, recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
+    with artifacts.locked(run), artifacts.room_on_disk(run):
+        artifacts.write_json(run / RECIPE, recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
     for command, settings in chain(recipe):
         manifest, made = run_stage(run, command, settings, progress, force=force)
         took = f"done in {clock(manifest['seconds'])}" if made else "already done, skipped"

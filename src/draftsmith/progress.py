@@ -7,6 +7,7 @@ process, so a resumed run does not count what an earlier one did.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from rich.text import Text
 
 PLAIN_SECONDS = 10.0
 LIVE_HZ = 4.0
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""What moves a terminal's cursor, rewrites what it shows or reorders it."""
 
 
 class Progress:
@@ -33,9 +36,9 @@ class Progress:
         self.events = events
 
     def say(self, message: str) -> None:
-        """One plain line for a person (text is escaped)."""
+        """Plain text for a person; what a server or a data set put into it is escaped."""
         if not self.quiet:
-            self.console.print(escape(message), soft_wrap=True)
+            self.console.print(escape(harmless(message)), soft_wrap=True)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Appends one line to the event log."""
@@ -102,7 +105,7 @@ class Tracker:
         eta = self.eta()
         left = f", {clock(eta)} left" if eta is not None and self.done < self.total else ""
         facts = "".join(f", {name.replace('_', ' ')} {shown(value)}" for name, value in self.facts.items())
-        return f"{self.stage}: {self.done:,}/{self.total:,} {self.unit}{left}{facts}"
+        return harmless(f"{self.stage}: {self.done:,}/{self.total:,} {self.unit}{left}{facts}")
 
     def __rich__(self) -> Table:
         grid = Table.grid(padding=(0, 1))
@@ -114,6 +117,11 @@ class Tracker:
         self.progress.event(
             kind, stage=self.stage, done=self.done, total=self.total, seconds=round(seconds, 2), **self.facts
         )
+
+
+def harmless(text: str) -> str:
+    """Text as it may go to a terminal: control characters are spelled out, line breaks stay."""
+    return CONTROL.sub(lambda found: found[0] if found[0] == "\n" else ascii(found[0])[1:-1], text)
 
 
 def clock(seconds: float) -> str:

@@ -10,9 +10,10 @@ import difflib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator
 
 from draftsmith.errors import UserError
 
@@ -74,6 +75,12 @@ class QuestionSettings(Settings):
         bool, Field(description="Run code that comes with a tokenizer or model. Only for sources you trust.")
     ] = False
 
+    @field_validator("template_options")
+    @classmethod
+    def _typed_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """The command line gives text, and to a template the text "false" is true."""
+        return {name: _number(value) for name, value in options.items()}
+
 
 class CaptureSettings(QuestionSettings):
     """Questions in, traces out."""
@@ -102,6 +109,10 @@ class CaptureSettings(QuestionSettings):
     batch_size: Annotated[int, _runtime("Replies generated together by --local.", ge=1)] = 64
     dtype: Annotated[Dtype, Field(description="Compute type of --local; auto: bfloat16 where it is native.")] = "auto"
     device: Annotated[str, _runtime("Torch device of --local; auto: cuda where there is one.")] = "auto"
+
+    @field_serializer("server", when_used="json")
+    def _shown_servers(self, urls: list[str]) -> list[str]:
+        return [without_credentials(url) for url in urls]
 
 
 class ImportSettings(QuestionSettings):
@@ -261,6 +272,15 @@ def arm_recipe(recipe: Recipe, arm: str) -> Recipe:
     del values["arms"]
     values["run"] = str(Path(recipe.run) / arm)
     return parse_recipe(_merged(values, recipe.arms[arm]), f"arms.{arm}")
+
+
+def without_credentials(url: str) -> str:
+    """A URL as it may be shown and stored: no user, password or query; text that is no URL as it is."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+    except ValueError:
+        return url.rpartition("@")[2]
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def validated(kind: type[S], values: dict[str, Any], name: str) -> S:

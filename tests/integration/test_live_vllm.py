@@ -26,6 +26,7 @@ from draftsmith.trace import read_metadata, read_traces
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 ALL = frozenset({"ok", "cut_in_reasoning", "cut_in_answer", "rejected", "failed"})
+RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2.yaml"
 QUESTIONS = 16
 CONTEXT = 1024
 """`--max-model-len` of the server."""
@@ -35,7 +36,7 @@ NEAR_TIE = 1e-3
 
 def capture(run: Path, **changes: Any) -> dict[str, Any]:
     """The recipe's capture with changes; returns the counts."""
-    recipe = load_recipe("smollm2").capture
+    recipe = load_recipe(RECIPE).capture
     assert recipe is not None
     shared = {"local": None, "limit": QUESTIONS, "max_tokens": 96, "exact": "engine", "concurrency": 16}
     settings = CaptureSettings.model_validate(recipe.model_dump() | shared | changes)
@@ -135,13 +136,15 @@ def test_a_prompt_over_the_context_fails_alone(vllm_server: str, tmp_path: Path)
 async def test_the_servers_own_refusal_of_a_long_prompt_is_understood(vllm_server: str) -> None:  # P14
     async with ServerTarget([vllm_server], None, api_key_env="NO_KEY", deadline=60, retries=0) as target:
         await target.connect()
-        with pytest.raises(ChatFailed, match="^prompt_too_long: .*1024") as refusal:
+        with pytest.raises(ChatFailed, match=r"^prompt_too_long: .*1024") as refusal:
             await target.chat([{"role": "user", "content": "one two " * CONTEXT}], (), Sampling(max_tokens=8), {})
     assert not refusal.value.passing
 
 
 def test_a_budget_over_the_context_is_clipped_to_what_is_left(vllm_server: str, tmp_path: Path) -> None:  # P14
-    changes = ask(tmp_path, "Repeat: " + "one two " * 480) | {"max_tokens": 500}
+    changes = ask(tmp_path, "Tell the story of these animals: " + "a cat, a dog, " * 155 + "and a bird.") | {
+        "max_tokens": 500
+    }
     capture(tmp_path, server=[vllm_server], **changes)
     (trace,) = read_traces(tmp_path / "traces", ALL)
     sampling = json.loads(trace.sampling)

@@ -69,7 +69,9 @@ def test_the_chain_ends_in_a_lossless_result_and_a_report(finished: tuple[Recipe
 
 def test_a_finished_run_is_done_throughout(finished: tuple[Recipe, Path]) -> None:
     _, run = finished
-    assert {name: status.kind for name, status in pipeline.run_status(run).items()} == dict.fromkeys(("traces", "vocab", "hidden", "draft", "export", "measure", "report"), "done")
+    assert {name: status.kind for name, status in pipeline.run_status(run).items()} == dict.fromkeys(
+        ("traces", "vocab", "hidden", "draft", "export", "measure", "report"), "done"
+    )
 
 
 def test_running_again_skips_everything(finished: tuple[Recipe, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def test_a_reply_of_one_token_supervises_nothing() -> None:
 def test_traces_come_back_as_written(tmp_path: Path) -> None:
     traces = [make(0), make(1, reasoning_span=None, answer_span=None, state="cut_in_reasoning")]
     write_traces(tmp_path / "part-00000.parquet", traces, {"held_out": "0.1"})
-    assert [t for t in read_traces(tmp_path)] == [
+    assert list(read_traces(tmp_path)) == [
         make(0, prompt_ids=[1, 2, 3]),
         make(1, reasoning_span=None, answer_span=None, state="cut_in_reasoning"),
     ]

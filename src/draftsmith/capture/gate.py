@@ -86,7 +86,7 @@ class Gate:
         if wanted is False and thought == len(usable):
             self._stop(
                 f"all of the first {len(usable)} replies hold reasoning although the template options switch it off; "
-                "the server ignores them"
+                "the server ignores them, or the preamble's examples show reasoning all the same"
             )
 
     def _stop(self, message: str) -> NoReturn:

@@ -22,6 +22,7 @@ from draftsmith.target.template import tool_arguments
 PROMPT_COLUMNS = ("prompt", "question", "instruction", "problem", "query")
 ANSWER_COLUMNS = ("response", "answer", "output", "completion", "solution")
 TURN_COLUMNS = ("conversations", "messages", "conversation")
+OPTIONS_COLUMN = "chat_template_kwargs"
 ROLES = {
     "system": "system",
     "developer": "developer",
@@ -119,6 +120,11 @@ def content_key(messages: tuple[dict[str, Any], ...], tools: tuple[dict[str, Any
 
 
 def _question(place: str, row: Row, name: str) -> Question:
+    if row.get(OPTIONS_COLUMN):
+        raise UserError(
+            f"{place}: column {OPTIONS_COLUMN}: template options of a single row are not supported; give those of all "
+            "rows with --template-options and remove the column"
+        )
     messages = tuple(_messages(place, row))
     if not any(message["role"] == "user" for message in messages):
         raise UserError(f"{place}: expected at least one user turn, found none; remove the row")

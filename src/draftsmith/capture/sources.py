@@ -59,16 +59,19 @@ def source_fingerprint(source: str, split: str) -> str:
     """16 hex digits: bytes of a file or folder, name and split of a hub dataset, version of `builtin:` questions.
 
     Raises:
-        UserError: no such source.
+        UserError: no such source, or it cannot be read.
     """
     if source.startswith(BUILTIN):
         return fingerprint({"builtin": source, "version": _builtin(source)[0]})
     path = Path(source).expanduser()
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        return fingerprint({str(file.relative_to(path)): fingerprint_file(file) for file in files})
-    if path.exists():
-        return fingerprint_file(path)
+    try:
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+            return fingerprint({str(file.relative_to(path)): fingerprint_file(file) for file in files})
+        if path.exists():
+            return fingerprint_file(path)
+    except OSError as error:
+        raise UserError(f"{source}: cannot be read: {error.strerror or error}") from None
     if _is_hub_name(source):
         return fingerprint({"hub": source, "split": split})
     raise UserError(f"{source}: expected a file, a folder or a hub dataset name, found no such file")

@@ -15,12 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
 from draftsmith.errors import UserError
+from draftsmith.recipe import without_credentials
 from draftsmith.target.reply import Reply, Sampling
 from draftsmith.target.wire import ChatFailed, PassingFault, chat_body, chat_reply, explanation, one_line, refusal
 
@@ -64,7 +65,7 @@ class ServerTarget:
         self.draining = asyncio.Event()
 
     async def __aenter__(self) -> ServerTarget:
-        key = os.environ.get(self.api_key_env, "")
+        key = os.environ.get(self.api_key_env, "").strip()  # a line break is no header, and would be shown
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None),
@@ -182,7 +183,7 @@ class ServerTarget:
             return cards
         raise UserError(
             f"{endpoint.shown}: expected an OpenAI-compatible API, found none at "
-            f"{' or '.join(_without_credentials(url) + '/models' for url in tried)}; give --server its base URL"
+            f"{' or '.join(without_credentials(url) + '/models' for url in tried)}; give --server its base URL"
         )
 
     def _choose(self, endpoint: _Endpoint, cards: list[_Card]) -> _Card:
@@ -222,7 +223,7 @@ class _Endpoint:
     """One server and how busy it is."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.shown = url, _without_credentials(url)
+        self.url, self.shown = url, without_credentials(url)
         self.in_flight = 0
         self.rests_until = 0.0
 
@@ -253,11 +254,14 @@ def _backoff(attempt: int) -> float:
 
 
 def _base_url(url: str) -> str:
-    """The URL without a trailing slash or a pasted endpoint path; http:// where no scheme is given."""
+    """The URL without a trailing slash or a pasted endpoint path; http:// where no scheme is given.
+
+    Raises:
+        UserError: no URL.
+    """
     url = url if "://" in url else f"http://{url}"
+    try:
+        urlsplit(url)
+    except ValueError:
+        raise UserError(f"{without_credentials(url)}: expected a URL such as http://localhost:8000") from None
     return url.rstrip("/").removesuffix("/chat/completions").removesuffix("/models")
-
-
-def _without_credentials(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

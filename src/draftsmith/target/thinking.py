@@ -25,7 +25,8 @@ KIMI_IDS = (163606, 163607)
 """`<think>` and `</think>` of Kimi-K2 and K2.5 (vocabulary 163840)."""
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 """Marks of the gpt-oss reply format: <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final..."""
-CUT_REASONS = frozenset({"length", "abort"})
+ENDED = frozenset({"stop", "tool_calls"})
+"""Finish reasons of a reply that the target itself ended. Any other (length, abort, a filter's) means it was cut."""
 TAIL = 64
 """Ids at the prompt's end that are decoded to see which delimiter it ends in."""
 
@@ -278,4 +279,4 @@ def _without_stop(template: Template, generated_ids: Sequence[int]) -> int:
 
 
 def _answer_state(finish_reason: str) -> Literal["ok", "cut_in_answer"]:
-    return "cut_in_answer" if finish_reason in CUT_REASONS else "ok"
+    return "ok" if finish_reason in ENDED else "cut_in_answer"

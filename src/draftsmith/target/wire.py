@@ -21,6 +21,8 @@ from draftsmith.target.reply import Reply, Sampling
 
 PASSING_STATUS = frozenset({408, 409, 425, 429})
 """Worth another try, as is every 5xx; any other status is final."""
+ABOUT_THE_SERVER = frozenset({401, 403, 404})
+"""Says nothing about the question: sending it again is no use now, but the next run asks it again."""
 FINISH: Mapping[str | None, Literal["stop", "length", "tool_calls"]] = {
     "stop": "stop",
     "length": "length",
@@ -133,7 +135,7 @@ def refusal(status: int, headers: Mapping[str, str], content: bytes) -> ChatFail
         return PassingFault(reason, _retry_after(headers.get("Retry-After", "")))
     if status == 400 and any(words in reason.lower() for words in TOO_LONG):
         return ChatFailed(f"prompt_too_long: {explanation(content)}", passing=False)
-    return ChatFailed(reason, passing=False)
+    return ChatFailed(reason, passing=status in ABOUT_THE_SERVER)
 
 
 def explanation(content: bytes) -> str:
