@@ -186,19 +186,25 @@ def build(
     if found.kind == "stale" and not force:
         there = [name for name in invalidates if (run / name).exists()]
         also = f" (and with it {', '.join(there)})" if there else ""
+        begun = f"{final}: was made from" if final.exists() else f"{work}: was begun with"
         raise UserError(
-            f"{final}: was made from other settings or inputs: {'; '.join(found.changes)}; "
+            f"{begun} other settings or inputs: {'; '.join(found.changes)}; "
             f"--force makes it again{also}, or use another --run"
         )
     if work.exists() and not _same(work / PLAN, plan):
         shutil.rmtree(work)
     replaces = final if _same(final / MANIFEST, plan) else None
     started = time.time()
-    with room_on_disk(run):
-        work.mkdir(parents=True, exist_ok=True)
-        write_json(work / PLAN, plan.identity())
-        counts = make(Stage(run, plan, work, replaces))
-        write_json(work / MANIFEST, _manifest(plan, work, counts, started))
+    try:
+        with room_on_disk(run):
+            work.mkdir(parents=True, exist_ok=True)
+            write_json(work / PLAN, plan.identity())
+            counts = make(Stage(run, plan, work, replaces))
+            write_json(work / MANIFEST, _manifest(plan, work, counts, started))
+    except BaseException:
+        if _holds_nothing(work):  # so that a corrected setting is not taken for a change
+            shutil.rmtree(work, ignore_errors=True)
+        raise
     if final.exists():
         shutil.rmtree(final)
     os.replace(work, final)
@@ -263,6 +269,11 @@ def _changes(found: dict[str, Any], plan: Plan, ignored: frozenset[str] = frozen
 def _same(stored: Path, plan: Plan) -> bool:
     """Whether the plan (or manifest) stored there differs from `plan` in nothing but what may grow."""
     return stored.exists() and not _changes(read_json(stored), plan, ignored=plan.may_grow)
+
+
+def _holds_nothing(work: Path) -> bool:
+    """Whether an attempt left no work behind: just its own notes and empty files."""
+    return not any(path.stat().st_size for path in work.rglob("*") if path.is_file() and path.name not in NOTES)
 
 
 def _manifest(plan: Plan, work: Path, counts: dict[str, Any], started: float) -> dict[str, Any]:

@@ -92,6 +92,7 @@ def test_an_interrupted_stage_goes_on_from_what_it_left(tmp_path: Path) -> None:
 
 def test_an_input_that_may_grow_does_not_invalidate_a_half_made_folder(tmp_path: Path) -> None:  # P15
     def stops(stage: Stage) -> dict[str, Any]:
+        (stage.work / "journal").write_text("half")
         raise KeyboardInterrupt
 
     grows = frozenset({"questions"})
@@ -102,6 +103,83 @@ def test_an_input_that_may_grow_does_not_invalidate_a_half_made_folder(tmp_path:
     artifacts.build(tmp_path, grown, writes())
     assert artifacts.manifest(tmp_path, "traces")["inputs"] == {"questions": "two"}
     assert artifacts.status(tmp_path, Plan("traces", {}, {"questions": "three"}, grows)).kind == "stale"
+
+
+def test_an_attempt_that_made_nothing_does_not_stand_in_the_way_of_a_corrected_one(tmp_path: Path) -> None:
+    def refused(stage: Stage) -> dict[str, Any]:
+        (stage.work / "journal").touch()
+        stage.note_progress({"done": 0})
+        raise UserError("no such model")
+
+    with pytest.raises(UserError, match="no such model"):
+        artifacts.build(tmp_path, Plan("traces", {"model": "wrong"}, {}), refused)
+    artifacts.build(tmp_path, Plan("traces", {"model": "right"}, {}), writes())
+
+
+def test_a_half_made_folder_with_other_settings_is_called_begun_not_made(tmp_path: Path) -> None:
+    def stops(stage: Stage) -> dict[str, Any]:
+        (stage.work / "journal").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        artifacts.build(tmp_path, Plan("traces", {"model": "a"}, {}), stops)
+    with pytest.raises(UserError, match=r"traces\.partial: was begun with other .*model was 'a', now 'b'"):
+        artifacts.build(tmp_path, Plan("traces", {"model": "b"}, {}), never)
+    assert (tmp_path / "traces.partial" / "journal").read_text() == "half"
+
+
+def test_what_an_interrupted_forced_attempt_left_is_gone_on_from(tmp_path: Path) -> None:
+    artifacts.build(tmp_path, Plan("traces", {"model": "old"}, {}), writes())
+    plan = Plan("traces", {"model": "new"}, {})
+
+    def stops(stage: Stage) -> dict[str, Any]:
+        assert stage.replaces is None
+        (stage.work / "journal").write_text("paid for")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        artifacts.build(tmp_path, plan, stops, force=True)
+
+    def goes_on(stage: Stage) -> dict[str, Any]:
+        return {"journal": (stage.work / "journal").read_text()}
+
+    manifest, _ = artifacts.build(tmp_path, plan, goes_on, force=True)
+    assert manifest["counts"] == {"journal": "paid for"}
+
+
+def test_a_forced_stage_is_told_which_folder_differs_only_in_what_may_grow(tmp_path: Path) -> None:
+    grows = frozenset({"questions", "limit"})
+    artifacts.build(tmp_path, Plan("traces", {"limit": 1}, {"questions": "one"}, grows), writes())
+    found = []
+
+    def make(stage: Stage) -> dict[str, Any]:
+        found.append((stage.replaces, stage.replaces and (stage.replaces / "data").read_text()))
+        return {}
+
+    artifacts.build(tmp_path, Plan("traces", {"limit": 2}, {"questions": "two"}, grows), make, force=True)
+    artifacts.build(tmp_path, Plan("traces", {"limit": 2, "seed": 1}, {"questions": "two"}, grows), make, force=True)
+    assert found == [(tmp_path / "traces", "x"), (None, None)]
+
+
+def test_a_whole_folder_whose_publishing_was_cut_off_is_not_taken_for_another_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(artifacts.shutil, "rmtree", killed)
+        artifacts.build(tmp_path, Plan("vocab", {"size": 4}, {}), writes())
+        artifacts.build(tmp_path, Plan("vocab", {"size": 8}, {}), writes("y"), force=True)
+    assert (tmp_path / "vocab.partial" / "data").read_text() == "y"
+
+    def make(stage: Stage) -> dict[str, Any]:
+        assert not list(stage.work.glob("data"))
+        return writes("z")(stage)
+
+    manifest, _ = artifacts.build(tmp_path, Plan("vocab", {"size": 16}, {}), make, force=True)
+    assert manifest["files"] == {"data": 1}
+    assert sorted(path.name for path in (tmp_path / "vocab").iterdir()) == ["data", "manifest.json"]
 
 
 def test_changed_inputs_make_a_stage_stale(tmp_path: Path) -> None:
@@ -119,6 +197,17 @@ def test_a_full_disk_is_one_line_and_keeps_the_work(tmp_path: Path) -> None:  # 
     with pytest.raises(UserError, match="no space left on the disk"):
         artifacts.build(tmp_path, Plan("hidden", {}, {}), fills)
     assert (tmp_path / "hidden.partial" / "shard").read_text() == "whole"
+
+
+def test_a_disk_that_is_full_before_the_stage_begins_is_one_line_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(artifacts, "write_json", full)
+    with pytest.raises(UserError, match="no space left on the disk"):
+        artifacts.build(tmp_path, Plan("vocab", {}, {}), never)
 
 
 def _hold(run: Path, holding: Any, release: Any) -> None:

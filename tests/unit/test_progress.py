@@ -61,3 +61,9 @@ def test_the_eta_counts_only_what_this_process_made() -> None:
 def test_numbers_are_written_for_people() -> None:
     assert (clock(42), clock(185), clock(3723)) == ("42 s", "3:05", "1:02:03")
     assert (shown(1234567), shown(0.98765), shown(1234.5), shown("a")) == ("1,234,567", "0.988", "1,234", "a")
+
+
+def test_control_characters_of_a_server_or_a_data_set_do_not_reach_the_terminal() -> None:
+    out = io.StringIO()
+    Progress(console=Console(file=out, width=200)).say("HTTP 500: \x1b[2Jbad\x9b1A\r\u202eevil\nsecond line")
+    assert out.getvalue() == "HTTP 500: \\x1b[2Jbad\\x9b1A\\r\\u202eevil\nsecond line\n"

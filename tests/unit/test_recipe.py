@@ -80,3 +80,18 @@ def test_settings_that_only_change_speed_do_not_shape_the_result() -> None:
     slow, fast = CaptureSettings(concurrency=1, deadline=5), CaptureSettings(concurrency=64)
     assert slow.shaping() == fast.shaping()
     assert CaptureSettings(max_tokens=5).shaping() != fast.shaping()
+
+
+def test_template_options_from_the_command_line_are_values_and_not_their_text() -> None:
+    given = {"enable_thinking": "false", "thinking": "true", "n": "3", "reasoning_effort": "low", "kept": False}
+    found = CaptureSettings(template_options=given).template_options
+    assert found == {"enable_thinking": False, "thinking": True, "n": 3, "reasoning_effort": "low", "kept": False}
+
+
+def test_credentials_in_a_server_url_are_used_but_never_written_down() -> None:
+    url = "http://me:secret@host:8000/v1?key=secret"
+    settings = CaptureSettings(server=[url, "me:secret@host", "http://[:secret@x"])
+    assert settings.server[0] == url
+    assert settings.model_dump()["server"][0] == url
+    assert settings.model_dump(mode="json")["server"] == ["http://host:8000/v1", "http://host", "x"]
+    assert "secret" not in settings.model_dump_json()

@@ -133,8 +133,7 @@ def _shared_after_eating(d: Draw) -> tuple[str, int]:
 
 
 def _two_prices(d: Draw) -> tuple[str, int]:
-    name = d.one(NAMES)
-    first, second = d.two(GOODS)
+    name, (first, second) = d.one(NAMES), d.two(GOODS)
     price, less = d.between(8, 30), d.between(2, 7)
     return (
         f"{name} buys a {first} for {price} dollars. A {second} costs {less} dollars less than the {first}. "
@@ -144,8 +143,7 @@ def _two_prices(d: Draw) -> tuple[str, int]:
 
 
 def _basket_total(d: Draw) -> tuple[str, int]:
-    name = d.one(NAMES)
-    first, second = d.two(GOODS)
+    name, (first, second) = d.one(NAMES), d.two(GOODS)
     a, b, p, q = d.between(2, 5), d.between(2, 5), d.between(2, 9), d.between(2, 9)
     return (
         f"A {first} costs {p} dollars and a {second} costs {q} dollars. {name} buys {a} {_many(first)} and {b} "
@@ -196,8 +194,7 @@ def _lunch(d: Draw) -> tuple[str, int]:
 
 
 def _reading(d: Draw) -> tuple[str, int]:
-    name = d.one(NAMES)
-    pages, days, left = d.between(5, 20), d.between(2, 9), d.between(5, 60)
+    name, pages, days, left = d.one(NAMES), d.between(5, 20), d.between(2, 9), d.between(5, 60)
     return (
         f"{name} reads {pages} pages a day of a book that has {pages * days + left} pages. "
         f"How many pages are left after {days} days?",
@@ -216,8 +213,7 @@ def _trip_distance(d: Draw) -> tuple[str, int]:
 
 
 def _round_trip(d: Draw) -> tuple[str, int]:
-    name, place = d.one(NAMES), d.one(PLACES)
-    miles, days = d.between(2, 15), d.between(2, 6)
+    name, place, miles, days = d.one(NAMES), d.one(PLACES), d.between(2, 15), d.between(2, 6)
     return (
         f"{name} lives {miles} miles from {place} and rides there and back every day for {days} days. "
         f"How many miles does {name} ride in all?",
@@ -246,8 +242,7 @@ def _hours_of_driving(d: Draw) -> tuple[str, int]:
 
 
 def _minutes_of_tasks(d: Draw) -> tuple[str, int]:
-    name = d.one(NAMES)
-    tasks, minutes, pause = d.between(2, 8), d.between(4, 15), d.between(2, 20)
+    name, tasks, minutes, pause = d.one(NAMES), d.between(2, 8), d.between(4, 15), d.between(2, 20)
     return (
         f"{name} solves {tasks} tasks. Each task takes {minutes} minutes, and {name} rests for {pause} minutes after "
         "the last one. How many minutes does all of it take?",
@@ -266,9 +261,7 @@ def _practice_week(d: Draw) -> tuple[str, int]:
 
 
 def _movie_end(d: Draw) -> tuple[str, int]:
-    name = d.one(NAMES)
-    film, breaks = 10 * d.between(6, 12), d.between(5, 25)
-    watched = 10 * d.between(2, 5)
+    name, film, breaks, watched = d.one(NAMES), 10 * d.between(6, 12), d.between(5, 25), 10 * d.between(2, 5)
     return (
         f"A film takes {film} minutes and has a break of {breaks} minutes. {name} has been at the cinema for {watched} "
         "minutes since the film began. How many minutes are left until the end?",
@@ -329,8 +322,7 @@ def _boxes_needed(d: Draw) -> tuple[str, int]:
 
 
 def _half_left(d: Draw) -> tuple[str, int]:
-    name, thing = d.one(NAMES), d.one(THINGS)
-    half, bought = d.between(3, 25), d.between(2, 15)
+    name, thing, half, bought = d.one(NAMES), d.one(THINGS), d.between(3, 25), d.between(2, 15)
     return (
         f"{name} has {2 * half} {thing} and gives half of them to {d.one(GROUPS)}. Then {name} gets {bought} new "
         f"{thing}. How many {thing} does {name} have at the end?",
@@ -359,8 +351,7 @@ def _sold(d: Draw) -> tuple[str, int]:
 
 
 def _ages(d: Draw) -> tuple[str, int]:
-    name, other = d.two(NAMES)
-    age, older, years = d.between(5, 14), d.between(2, 9), d.between(2, 10)
+    (name, other), age, older, years = d.two(NAMES), d.between(5, 14), d.between(2, 9), d.between(2, 10)
     return (
         f"{name} is {age} years old. {other} is {older} years older. How old will {other} be in {years} years?",
         age + older + years,

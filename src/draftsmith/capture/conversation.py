@@ -14,6 +14,7 @@ from itertools import filterfalse, takewhile
 from typing import Any
 
 from draftsmith.capture.questions import Question
+from draftsmith.target.reply import Sampling
 from draftsmith.trace import Trace, trace_id
 
 Message = dict[str, Any]
@@ -48,6 +49,21 @@ def turns_of(messages: Sequence[Message]) -> list[Turn]:
     if before and before[-1]["role"] in ASKING_ROLES:
         turns.append(Turn(tuple(before), None))
     return turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One generation to ask the target for."""
+
+    trace_id: str
+    question: Question
+    sample: int
+    messages: Sequence[Message]
+    prompt_ids: list[int]
+    """As our template renders `messages`."""
+    sampling: Sampling
+    budget: int
+    """Generated tokens the user allows; `sampling.max_tokens` is less where the context has less room (P14)."""
 
 
 class Conversation:

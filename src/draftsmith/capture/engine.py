@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftsmith import artifacts
-from draftsmith.capture.bookkeeping import Capture, Outcome
-from draftsmith.capture.conversation import turns_of
-from draftsmith.capture.journal import Journal, seal, sealed_parts
-from draftsmith.capture.metadata import question_metadata
+from draftsmith.capture.conversation import Job, turns_of
+from draftsmith.capture.jobs import Capture, Outcome
+from draftsmith.capture.journal import JOURNAL, Journal, restore
 from draftsmith.capture.questions import Question, read_questions
-from draftsmith.capture.record import Job, Reading
-from draftsmith.capture.signals import Stop, on_signals
-from draftsmith.capture.summary import reason_class, summary
-from draftsmith.errors import Interrupted, UserError
+from draftsmith.capture.replies import Reading
+from draftsmith.capture.sealing import (
+    STATES,
+    question_metadata,
+    reason_class,
+    seal,
+    sealed_ids,
+    sealed_parts,
+    summary,
+)
+from draftsmith.errors import GateStop, Interrupted, UserError
+from draftsmith.interrupts import stopping
 from draftsmith.progress import Progress
 from draftsmith.recipe import CaptureSettings
 from draftsmith.target.reply import Sampling
@@ -33,41 +39,73 @@ from draftsmith.target.server import NotSentAgain, ServerInfo, ServerTarget
 from draftsmith.target.template import Template, load_template
 from draftsmith.target.thinking import find_delimiters
 from draftsmith.target.wire import ChatFailed
-from draftsmith.trace import TRAINABLE, trace_id
+from draftsmith.trace import TRAINABLE, read_metadata, read_traces, trace_id
+
+TARGET = "target.json"
+"""Beside the journal: what the traces' file metadata will say of the target, so that sealing needs it no more."""
+KEPT = frozenset(STATES) - {"failed"}
+"""States of finished traces that a capture of a further choice of questions takes over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What one run of the stage works with."""
+
+    stage: artifacts.Stage
+    settings: CaptureSettings
+    progress: Progress
+    questions: list[Question]
+    order: list[str]
+    """The trace ids of all generations, in input order."""
+    journal: Journal
 
 
 def build(stage: artifacts.Stage, settings: CaptureSettings, progress: Progress) -> dict[str, Any]:
     """Makes `traces/` from the questions, going on from the journal an interrupted attempt left.
+
+    The target is not needed any more once every generation has its final record.
 
     Raises:
         UserError: unusable questions, target or settings, or not one trainable trace.
         GateStop: the first replies show that the rest would be worthless; what was captured is kept.
         Interrupted: SIGINT or SIGTERM; replies in flight were waited for, or abandoned at the second signal.
     """
+    questions = read_questions(settings)
+    order = _order(questions, settings)
+    if not order:
+        raise UserError(f"{settings.questions}: expected conversations in which somebody asks something, found none")
     parts = sealed_parts(stage.work)
-    if not parts:
-        questions = read_questions(settings)
+    if not parts or sealed_ids(parts) != order:
+        _keep_finished(stage, progress)
         with Journal(stage.work) as journal:
             _say_repairs(journal, progress)
-            run = _run_local if settings.local else _run_server
-            order, metadata = run(stage, settings, progress, questions, journal)
+            if (stage.work / TARGET).exists() and all(map(journal.final, order)):
+                progress.say(f"capture: all {len(order):,} replies are there, nothing is asked")
+            else:
+                run = _run_local if settings.local else _run_server
+                run(
+                    Attempt(
+                        stage=stage,
+                        settings=settings,
+                        progress=progress,
+                        questions=questions,
+                        order=order,
+                        journal=journal,
+                    )
+                )
             if not any(journal.index[id].state in TRAINABLE for id in order):
                 raise UserError(_nothing_to_train_on(journal, order))
-            parts = seal(journal, order, metadata)
+            parts = seal(journal, order, artifacts.read_json(stage.work / TARGET) | _chosen(settings))
+    (stage.work / TARGET).unlink(missing_ok=True)
     return summary(parts)
 
 
-def _run_server(
-    stage: artifacts.Stage,
-    settings: CaptureSettings,
-    progress: Progress,
-    questions: list[Question],
-    journal: Journal,
-) -> tuple[list[str], dict[str, str]]:
+def _run_server(attempt: Attempt) -> None:
+    settings = attempt.settings
     if not settings.server:
         raise UserError("capture: expected a target, found none; give --server URL or --local MODEL")
 
-    async def run() -> tuple[list[str], dict[str, str]]:
+    async def run() -> None:
         async with ServerTarget(
             settings.server,
             settings.model,
@@ -76,19 +114,18 @@ def _run_server(
             retries=settings.retries,
         ) as target:
             info = await target.connect()
-            progress.say(
+            attempt.progress.say(
                 f"capture: {info.model} at {', '.join(info.urls)} ({f'{info.engine} {info.version}'.strip()}), "
                 f"{settings.concurrency} requests at once, a request may take {settings.deadline:g} s"
             )
-            template = _server_template(settings, info)
-            reading = _reading(settings, template)
-            with _capturing(stage, settings, progress, questions, journal, reading, info.max_model_len) as capture:
-                await _drive_server(capture, target, progress)
-            metadata = _metadata(settings, reading, info.model, artifacts.fingerprint([info.model, info.root]), info)
-            return _order(questions, settings), metadata
+            reading = _reading(settings, _server_template(settings, info))
+            identity = artifacts.fingerprint([info.model, info.root])
+            _note_target(attempt, reading, info.model, identity, json.dumps(asdict(info)))
+            with _capturing(attempt, reading, info.max_model_len) as capture:
+                await _drive_server(capture, target, attempt.progress)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(run())
+        runner.run(run())
 
 
 async def _drive_server(capture: Capture, target: ServerTarget, progress: Progress) -> None:
@@ -100,28 +137,40 @@ async def _drive_server(capture: Capture, target: ServerTarget, progress: Progre
 
     main, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert main is not None
-    stop = Stop(drain, main.cancel)
     tasks: set[asyncio.Task[tuple[str, Outcome]]] = set()
     try:
-        with on_signals(lambda number: loop.add_signal_handler(number, stop), loop.remove_signal_handler):
+        with stopping(drain, main.cancel, loop) as asked_to_stop:
             while True:
-                while len(tasks) < capture.settings.concurrency and not stop.requested():
+                while len(tasks) < capture.settings.concurrency and not asked_to_stop():
                     if (job := capture.next_job()) is None:
                         break
                     tasks.add(asyncio.create_task(_ask(target, job, capture.settings.template_options)))
                 if not tasks:
                     break
                 done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    capture.finish(*task.result())
+                _finish(capture, [task.result() for task in done])
     except asyncio.CancelledError:
-        if not stop.requested():
+        if not asked_to_stop():
             raise
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    _ended(capture, stop)
+    if asked_to_stop():
+        raise _interrupted(capture)
+    capture.end()
+
+
+def _finish(capture: Capture, ended: list[tuple[str, Outcome]]) -> None:
+    """Records all of them, before the gate's verdict on one of them stops the run."""
+    verdict: GateStop | None = None
+    for key, outcome in ended:
+        try:
+            capture.finish(key, outcome)
+        except GateStop as stop:
+            verdict = stop
+    if verdict is not None:
+        raise verdict
 
 
 async def _ask(target: ServerTarget, job: Job, options: dict[str, Any]) -> tuple[str, Outcome]:
@@ -131,79 +180,94 @@ async def _ask(target: ServerTarget, job: Job, options: dict[str, Any]) -> tuple
         return job.trace_id, failure
 
 
-def _run_local(
-    stage: artifacts.Stage,
-    settings: CaptureSettings,
-    progress: Progress,
-    questions: list[Question],
-    journal: Journal,
-) -> tuple[list[str], dict[str, str]]:
+def _run_local(attempt: Attempt) -> None:
     from draftsmith.target.local import load_local
 
-    target = load_local(settings, progress)
-    reading = _reading(settings, target.template)
-    with _capturing(stage, settings, progress, questions, journal, reading, target.max_length) as capture:
+    target = load_local(attempt.settings, attempt.progress)
+    reading = _reading(attempt.settings, target.template)
+    _note_target(attempt, reading, target.name, target.fingerprint, "")
+    with _capturing(attempt, reading, target.max_length) as capture:
 
         def drain() -> None:
-            progress.say(f"stopping: finishing {len(capture.in_flight)} replies; once more abandons them")
-
-        def abandon() -> None:
-            raise KeyboardInterrupt
+            attempt.progress.say(f"stopping: finishing {len(capture.in_flight)} replies; once more abandons them")
 
         def jobs() -> Iterator[tuple[str, list[int], Sampling] | None]:
             while (job := capture.next_job()) is not None or not capture.exhausted:
                 yield (job.trace_id, job.prompt_ids, job.sampling) if job else None
 
-        stop = Stop(drain, abandon)
-        before = {}
         try:
-            with on_signals(
-                lambda number: before.update({number: signal.signal(number, stop)}),
-                lambda number: signal.signal(number, before[number]),
-            ):
-                for key, reply in target.generate(jobs(), stop.requested):
+            with stopping(drain) as asked_to_stop:
+                for key, reply in target.generate(jobs(), asked_to_stop):
                     capture.finish(str(key), reply)
         except KeyboardInterrupt:
-            if not stop.requested():
+            if not asked_to_stop():
                 raise
-        _ended(capture, stop)
-    metadata = _metadata(settings, reading, target.name, target.fingerprint, None)
-    return _order(questions, settings), metadata
+        if asked_to_stop():
+            raise _interrupted(capture)
+        capture.end()
 
 
-def _ended(capture: Capture, stop: Stop) -> None:
-    if stop.requested():
-        meter = capture.meter
-        raise Interrupted(
-            f"capture interrupted with {meter.done:,} of {meter.tracker.total:,} replies in "
-            f"{capture.journal.path.parent}; run the same command to go on"
-        )
-    capture.end()
+def _interrupted(capture: Capture) -> Interrupted:
+    return Interrupted(
+        f"capture interrupted with {capture.meter.done:,} of {capture.meter.tracker.total:,} replies in "
+        f"{capture.journal.path.parent}; run the same command to go on"
+    )
 
 
 @contextmanager
-def _capturing(
-    stage: artifacts.Stage,
-    settings: CaptureSettings,
-    progress: Progress,
-    questions: list[Question],
-    journal: Journal,
-    reading: Reading,
-    limit: int | None,
-) -> Iterator[Capture]:
+def _capturing(attempt: Attempt, reading: Reading, limit: int | None) -> Iterator[Capture]:
     """A Capture with its progress bar; leaves the counts for `status` however it ends."""
-    order = _order(questions, settings)
-    if not order:
-        raise UserError(f"{settings.questions}: expected conversations in which somebody asks something, found none")
-    kept = sum(journal.final(id) for id in order)
+    order, journal, progress = attempt.order, attempt.journal, attempt.progress
+    before = Counter(journal.index[id].state for id in order if journal.final(id))
+    kept = before.total()
     if kept:
         progress.say(f"capture: going on from {kept:,} of {len(order):,} replies")
     with progress.track("capture", len(order), "replies", kept) as tracker:
-        capture = Capture(settings, reading, questions, journal, tracker, stage.note_progress, limit)
+        note = attempt.stage.note_progress
+        capture = Capture(attempt.settings, reading, attempt.questions, journal, tracker, note, before, limit)
         try:
             yield capture
         finally:
             capture.meter.write_note()
+
+
+def _keep_finished(stage: artifacts.Stage, progress: Progress) -> None:
+    """Starts the journal with what an earlier choice of questions was answered, here or in the folder to be replaced.
+
+    Questions keep their keys, so whatever is asked again is found there; failed traces are given another chance.
+    """
+    earlier = stage.work if sealed_parts(stage.work) else stage.replaces
+    if (stage.work / JOURNAL).exists() or earlier is None:
+        return
+    artifacts.write_json(stage.work / TARGET, read_metadata(earlier))
+    count = restore(stage.work, read_traces(earlier, KEPT))
+    progress.say(f"capture: starting from {count:,} finished traces of {earlier}; only what is new to it is asked")
+
+
+def _note_target(attempt: Attempt, reading: Reading, target: str, identity: str, server: str) -> None:
+    """Leaves what the file metadata will say of the target.
+
+    Raises:
+        UserError: the traces here came from another one: a draft can learn only one target at a time.
+    """
+    path = attempt.stage.work / TARGET
+    found = {
+        "source_kind": "capture",
+        "target": target,
+        "target_fingerprint": identity,
+        "server": server,
+        **question_metadata(attempt.settings, reading.template, reading.delimiters),
+    }
+    begun = path.exists() and any(map(attempt.journal.final, attempt.order))
+    before = artifacts.read_json(path) if begun else found
+    compared = ("target", "template_fingerprint") if server else ("template_fingerprint",)  # a folder may have moved
+    for name in compared:
+        if before[name] != found[name]:
+            raise UserError(
+                f"{path.parent}: expected the target it was begun with ({name} {before[name]}), found "
+                f"{found[name]}; use another --run"
+            )
+    artifacts.write_json(path, found)
 
 
 def _order(questions: list[Question], settings: CaptureSettings) -> list[str]:
@@ -232,18 +296,13 @@ def _server_template(settings: CaptureSettings, info: ServerInfo) -> Template:
         raise UserError(f"{error}; give the target's tokenizer with --tokenizer DIR") from None
 
 
-def _metadata(
-    settings: CaptureSettings, reading: Reading, target: str, fingerprint: str, info: ServerInfo | None
-) -> dict[str, str]:
+def _chosen(settings: CaptureSettings) -> dict[str, str]:
+    """What the file metadata says of the settings alone: some may have changed since the target was asked."""
     sampling = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "seed", "samples")}
     return {
-        "source_kind": "capture",
-        "target": target,
-        "target_fingerprint": fingerprint,
-        "server": json.dumps(asdict(info)) if info else "",
+        "held_out": str(settings.held_out),
         "max_tokens": str(settings.max_tokens),
         "sampling": json.dumps(sampling),
-        **question_metadata(settings, reading.template, reading.delimiters),
     }
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from draftsmith.capture.record import NOT_EXACT, REASONING_LOST
+from draftsmith.capture.replies import NOT_EXACT, REASONING_LOST
 from draftsmith.errors import GateStop
 from draftsmith.trace import TRAINABLE, Trace
 

@@ -1,30 +1,29 @@
-"""The capture journal: an append-only, crash-safe file of traces, sealed into Parquet at the end.
+"""The capture journal: an append-only, crash-safe file of traces.
 
 One JSON line per trace, `{"crc": ..., "entry": {"retry": ..., "trace": {...}}}`: what was appended survives a kill of
 the process at once (one `write` per line) and a power cut after at most a second (`fsync` in groups). Opening repairs a
 torn tail; a line damaged in the middle counts as never written, so its question is asked again. For one trace id the
 last record wins. Lines end at LF and nowhere else: text may hold U+2028, U+2029 or U+0085. Memory: an index entry per
-trace (about 200 bytes), never the ids; sealing holds one part file's traces at a time.
+trace (about 200 bytes), never the ids.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
-from draftsmith.trace import Trace, write_traces
+from draftsmith.trace import Trace
 
 JOURNAL = "journal.jsonl"
 SYNC_SECONDS = 1.0
-PART_ROWS = 50_000
-PART_IDS = 4_000_000
 
 
 class _Entry(msgspec.Struct):
@@ -139,56 +138,26 @@ class Journal:
         return whole
 
 
+def restore(folder: Path, traces: Iterable[Trace]) -> int:
+    """Makes `folder`'s journal out of finished traces, whole or not at all; returns their number.
+
+    Raises:
+        OSError: the disk is full or failing.
+    """
+    beside = folder / "journal.restored"
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    with Journal(beside) as journal:
+        for trace in traces:
+            journal.append(trace)
+        count = len(journal)
+    os.replace(beside / JOURNAL, folder / JOURNAL)
+    beside.rmdir()
+    return count
+
+
 class _Damaged(Exception):
     """A record whose checksum does not fit, or that has no end."""
-
-
-def seal(
-    journal: Journal, order: Sequence[str], metadata: dict[str, str], rows: int = PART_ROWS, ids: int = PART_IDS
-) -> list[Path]:
-    """Writes the traces in `order` (trace ids) as `part-*.parquet` beside the journal, then removes the journal.
-
-    The journal is closed. Part files without a journal are therefore always complete: `sealed_parts` relies on it.
-
-    Args:
-        journal: holds a record for every id in `order`; others (of questions no longer asked) are left out.
-        order: trace ids in input order.
-        metadata: for the schema metadata of every part.
-        rows: traces per part at most.
-        ids: token ids per part at most (one trace may exceed it), which bounds the memory.
-    """
-    folder = journal.path.parent
-    for stale in folder.glob("part-*.parquet"):
-        stale.unlink()
-    parts = []
-    for number, traces in enumerate(_groups(journal, order, rows, ids)):
-        parts.append(folder / f"part-{number:05}.parquet")
-        write_traces(parts[-1], traces, metadata)
-        _sync_file(parts[-1])
-    _sync_folder(folder)
-    journal.close()
-    journal.path.unlink()
-    return parts
-
-
-def sealed_parts(folder: Path) -> list[Path]:
-    """The part files of a folder whose journal was sealed; empty while it was not."""
-    return [] if (folder / JOURNAL).exists() else sorted(folder.glob("part-*.parquet"))
-
-
-def _groups(journal: Journal, order: Sequence[str], rows: int, ids: int) -> Iterator[list[Trace]]:
-    group: list[Trace] = []
-    held = 0
-    for trace_id in order:
-        trace = journal.read(trace_id)
-        size = len(trace.prompt_ids) + len(trace.generated_ids)
-        if group and (len(group) == rows or held + size > ids):
-            yield group
-            group, held = [], 0
-        group.append(trace)
-        held += size
-    if group:
-        yield group
 
 
 def _decode(line: bytes) -> _Entry:
@@ -207,13 +176,9 @@ def _write_all(file: int, data: bytes, offset: int) -> None:
         written += os.pwrite(file, data[written:], offset + written)
 
 
-def _sync_file(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
+def _sync_folder(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def _sync_folder(folder: Path) -> None:
-    _sync_file(folder)

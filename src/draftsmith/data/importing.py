@@ -12,23 +12,20 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from draftsmith.artifacts import Stage
 from draftsmith.capture.conversation import ASKING_ROLES, Conversation, Message
-from draftsmith.capture.journal import PART_IDS, PART_ROWS
-from draftsmith.capture.metadata import question_metadata
 from draftsmith.capture.questions import Question, read_conversations
-from draftsmith.capture.record import LEAST_GENERATED
-from draftsmith.capture.summary import summary
+from draftsmith.capture.replies import too_short
+from draftsmith.capture.sealing import question_metadata, summary, write_parts
 from draftsmith.errors import UserError
-from draftsmith.progress import Progress
+from draftsmith.progress import Progress, Tracker
 from draftsmith.recipe import CaptureSettings, ImportSettings
 from draftsmith.target.embedded import resolve_model
 from draftsmith.target.template import Template, TemplateRefusal, load_template
 from draftsmith.target.thinking import Delimiters, find_delimiters, opened_by_prompt, split, text_of
-from draftsmith.trace import TRAINABLE, Trace, trace_id, write_traces
+from draftsmith.trace import TRAINABLE, Trace, trace_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +56,9 @@ def build(stage: Stage, settings: ImportSettings, progress: Progress) -> dict[st
         **question_metadata(settings, importer.template, importer.delimiters),
     }
     rows = list(read_conversations(settings))
-    states: Counter[str] = Counter()
-    parts: list[Path] = []
     with progress.track("import", len(rows), "rows") as tracker:
-        group: list[Trace] = []
-        held = 0
-        for done, trace in _traces(rows, importer):
-            size = len(trace.prompt_ids) + len(trace.generated_ids)
-            if group and (len(group) == PART_ROWS or held + size > PART_IDS):
-                parts.append(stage.work / f"part-{len(parts):05}.parquet")
-                write_traces(parts[-1], group, metadata)
-                group, held = [], 0
-            group.append(trace)
-            held += size
-            states[trace.state] += 1
-            tracker.update(done, rejected=states["rejected"])
-        parts.append(stage.work / f"part-{len(parts):05}.parquet")
-        write_traces(parts[-1], group, metadata)
-    counts = summary(parts)
-    if not any(states[state] for state in TRAINABLE):
+        counts = summary(write_parts(stage.work, _tracked(_traces(rows, importer), tracker), metadata))
+    if not any(counts[state] for state in TRAINABLE):
         reason = next(iter(counts["reasons"]))
         raise UserError(f"{settings.questions}: none of {len(rows)} rows holds an answer to learn from ({reason})")
     return counts
@@ -119,6 +100,15 @@ def recorded_traces(question: Question, sample: int, importer: Importer) -> Iter
             turn += 1
 
 
+def _tracked(traces: Iterator[tuple[int, Trace]], tracker: Tracker) -> Iterator[Trace]:
+    """The traces alone, while the bar follows their rows."""
+    rejected = 0
+    for done, trace in traces:
+        rejected += trace.state == "rejected"
+        yield trace
+        tracker.update(done, rejected=rejected)
+
+
 def _traces(rows: Sequence[Question], importer: Importer) -> Iterator[tuple[int, Trace]]:
     """Traces of all rows, each with the number of its row; rows of the same content are samples of one question."""
     samples: Counter[str] = Counter()
@@ -141,9 +131,7 @@ def _recorded(
     except TemplateRefusal as refusal:
         return replace(bare, state="rejected", error=f"template refused: {refusal}")
     parts = split(delimiters, template, prompt_ids, generated_ids, "stop")
-    problem = ""
-    if not prompt_ids or len(generated_ids) < LEAST_GENERATED:  # P18: a mask of all ones, or of all zeros
-        problem = f"too short: nothing to train on in {len(prompt_ids)} + {len(generated_ids)} ids"
+    problem = too_short(prompt_ids, generated_ids)
     sampling = {"template_options": template.options, "prompt_opened_thinking": parts.opened_by_prompt}
     return replace(
         bare,

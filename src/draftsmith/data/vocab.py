@@ -61,6 +61,12 @@ def build(stage: Stage, settings: VocabSettings, progress: Progress) -> dict[str
     with progress.track("vocab", count_traces(stage.folder("traces")), "traces") as tracker:
         for trace in read_traces(stage.folder("traces")):
             split = "held_out" if held_out(trace.question_key, share) else "train"
+            if max(trace.generated_ids) >= target_size:
+                raise UserError(
+                    f"{stage.folder('traces')}: trace {trace.trace_id} holds id {max(trace.generated_ids)}, the "
+                    f"tokenizer it was captured with ({metadata['tokenizer']}) has {target_size} ids; capture with the "
+                    "target's own --tokenizer"
+                )
             count_labels(trace, counts[split])
             traces += 1
             tracker.update(traces)

@@ -16,7 +16,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from draftsmith.artifacts import MANIFEST, read_json
-from draftsmith.capture.summary import reason_class
+from draftsmith.capture.sealing import reason_class
 from draftsmith.errors import UserError
 from draftsmith.trace import TRAINABLE, Trace, from_row, read_metadata, trace_files
 

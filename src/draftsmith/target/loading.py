@@ -23,8 +23,10 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, trust_rem
         trust_remote_code: run code that comes with the model.
 
     Raises:
-        UserError: no weights in the folder, an unknown hub id or architecture, or code that may not be run.
+        UserError: no weights in the folder or unusable ones, an unknown hub id or architecture, or code that may not
+            be run.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -39,7 +41,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, trust_rem
     logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{name}: the model cannot be loaded: {' '.join(str(error).split())[:300]}") from None
     # Only where the model's own choice is the plain kernel: others (sinks, soft caps) need their own attention.
     if model.config._attn_implementation == "sdpa":

@@ -66,6 +66,12 @@ class ServerTarget:
 
     async def __aenter__(self) -> ServerTarget:
         key = os.environ.get(self.api_key_env, "").strip()  # a line break is no header, and would be shown
+        for endpoint in self.endpoints:
+            if key and "@" in urlsplit(endpoint.url).netloc:  # one header cannot carry both
+                raise UserError(
+                    f"{endpoint.shown}: expected either a user in the URL or a key in {self.api_key_env}, found both; "
+                    "drop one, or name another variable with --api-key-env"
+                )
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None),

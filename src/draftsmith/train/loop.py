@@ -12,7 +12,6 @@ times (forward and backward). The device is waited for once per optimizer step, 
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.artifacts import Stage, write_json
-from draftsmith.capture.signals import Stop, on_signals
 from draftsmith.data.vocab import load_vocab
 from draftsmith.draft.eagle3 import Eagle3Draft
 from draftsmith.draft.loss import Teacher, ttt_loss
@@ -31,6 +29,7 @@ from draftsmith.draft.unroll import unroll
 from draftsmith.errors import DraftsmithError, Interrupted, UserError
 from draftsmith.hidden.store import HiddenStore
 from draftsmith.hidden.target_head import TargetHead, load_target_head
+from draftsmith.interrupts import stopping
 from draftsmith.progress import Progress, Tracker
 from draftsmith.recipe import TrainSettings
 from draftsmith.target.device import compute_dtype, pick_device
@@ -123,9 +122,8 @@ def _train(trainer: Trainer, stage: Stage, progress: Progress, first_lines: list
     sums = torch.zeros(2, settings.ttt_steps, device=trainer.device)
     saved = started = time.monotonic()
     tokens_before = state.supervised_tokens
-    stop, handlers = Stop(drain=lambda: None, abandon=_interrupt), {}
     with (
-        on_signals(lambda n: handlers.update({n: signal.signal(n, stop)}), lambda n: signal.signal(n, handlers[n])),
+        stopping() as asked_to_stop,
         progress.track("train", len(plan), "steps", state.step) as bar,
         closing(ahead(work)) as loaded,
     ):
@@ -144,11 +142,11 @@ def _train(trainer: Trainer, stage: Stage, progress: Progress, first_lines: list
             if state.step in evaluations:
                 _evaluate_and_keep(trainer, stage, state, bar)
             due = time.monotonic() - saved > 60 * settings.checkpoint_minutes
-            if due or state.step in evaluations or stop.requested():
+            if due or state.step in evaluations or asked_to_stop():
                 checkpoint.save_last(stage.work, draft, optimizer, state)
                 saved = time.monotonic()
                 stage.note_progress({"step": state.step, "steps": len(plan), **_tokens(state)})
-            if stop.requested() and state.step < len(plan):
+            if asked_to_stop() and state.step < len(plan):
                 raise Interrupted(
                     f"train: stopped after step {state.step:,} of {len(plan):,}; run the same command to go on"
                 )
@@ -250,7 +248,3 @@ def _teacher(head: TargetHead, draft: Eagle3Draft, device: torch.device, dtype: 
 
 def _tokens(state: checkpoint.State) -> dict[str, int]:
     return {"supervised_tokens": state.supervised_tokens}
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt

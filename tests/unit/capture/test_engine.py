@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -59,8 +60,8 @@ class Toy:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def build(self, settings: CaptureSettings) -> dict[str, Any]:
-        stage = Stage(self.folder / "run", Plan("traces", {}, {}), self.work())
+    def build(self, settings: CaptureSettings, replaces: Path | None = None) -> dict[str, Any]:
+        stage = Stage(self.folder / "run", Plan("traces", {}, {}), self.work(), replaces)
         return engine.build(stage, settings, Progress(console=self.output))
 
     def capture(self, target: FaultServer | None, questions: list[Any], **changes: Any) -> dict[str, Any]:
@@ -307,6 +308,35 @@ def test_each_class_of_refusal_costs_what_it_must_and_no_more(toy: Toy, serve: C
     assert counts["reasons"] == {"HTTP 400": 1}
 
 
+def test_a_server_that_begins_to_refuse_the_key_stops_the_run_and_its_questions_are_asked_again(
+    toy: Toy, serve: Callable[..., FaultServer]
+) -> None:
+    questions = [f"{n}?" for n in range(30)]
+    server = serve(fault=lambda text, nth: Fault(status=401) if int(text[:-1]) >= 10 else None)
+    with pytest.raises(GateStop, match=r"the last 8 requests failed \(HTTP 401"):
+        toy.capture(server, questions, concurrency=1)
+    assert len(server.requests) == 18
+    server.fault = lambda text, nth: None
+    assert toy.capture(server, questions)["ok"] == 30
+
+
+def test_replies_that_came_together_are_all_kept_when_the_gate_stops_the_run(
+    toy: Toy, serve: Callable[..., FaultServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def all_of_them(tasks: Any, return_when: str) -> Any:
+        await asyncio.gather(*tasks)
+        return tasks, set()
+
+    server = serve(shape="neither", ids="none")
+    settings = toy.settings(server, [f"{n}?" for n in range(12)], template_options=OPENS, exact="any", concurrency=12)
+    monkeypatch.setattr(engine.asyncio, "wait", all_of_them)
+    with pytest.raises(GateStop, match="no reasoning seen in the first 8 replies"):
+        toy.build(settings)
+    with Journal(toy.work()) as journal:
+        assert len(journal) == 12
+        assert sum(map(journal.final, journal.index)) == 4
+
+
 def test_a_server_that_stops_answering_stops_the_run_and_loses_nothing(
     toy: Toy, serve: Callable[..., FaultServer]
 ) -> None:
@@ -409,6 +439,49 @@ def test_a_finished_folder_is_only_counted_again(toy: Toy, serve: Callable[..., 
     assert [path.suffix for path in toy.work().iterdir() if path.name != "progress.json"] == [".parquet"]
 
 
+def test_a_capture_that_only_lacks_sealing_needs_no_server(toy: Toy, serve: Callable[..., FaultServer]) -> None:
+    server = serve(max_model_len=500)
+    settings = toy.settings(server, ["A", "B"], template_options=OPENS)
+    killed_before_sealing(toy, settings)
+    settings = settings.model_copy(update={"server": ["http://127.0.0.1:1"], "held_out": 0.5})
+    assert toy.build(settings)["ok"] == 2
+    assert "all 2 replies are there, nothing is asked" in toy.said()
+    found = read_metadata(toy.work())
+    assert (found["target"], found["held_out"]) == ("toy", "0.5")
+    assert json.loads(found["server"])["max_model_len"] == 500
+    assert not (toy.work() / engine.TARGET).exists()
+
+
+def test_questions_that_come_after_sealing_are_asked_and_the_rest_is_kept(
+    toy: Toy, serve: Callable[..., FaultServer]
+) -> None:
+    # Killed between sealing and publishing; then the input grew.
+    server = serve()
+    toy.capture(server, ["A", "B"])
+    assert toy.capture(server, ["N", "B", "A"])["ok"] == 3
+    assert server.questions() == Counter({"A": 1, "B": 1, "N": 1})
+    assert [json.loads(trace.messages)[0]["content"] for trace in toy.traces()] == ["N", "B", "A"]
+
+
+def test_traces_of_the_folder_to_be_replaced_are_kept_by_question_and_failures_get_another_chance(
+    toy: Toy, serve: Callable[..., FaultServer]
+) -> None:
+    server = serve(fault=lambda text, nth: Fault(status=400) if text == "ill" and nth == 1 else None)
+    toy.capture(server, ["A", "A", "ill", "gone"])
+    published = toy.work().rename(toy.folder / "run" / "traces")
+    settings = toy.settings(server, ["N", "ill", "A", "A"])
+    assert toy.build(settings, replaces=published)["ok"] == 4
+    assert server.questions() == Counter({"A": 2, "ill": 2, "gone": 1, "N": 1})
+    assert "3 finished traces of" in toy.said() and "going on from 2 of 4 replies" in toy.said()
+
+
+def test_a_begun_capture_refuses_another_target(toy: Toy, serve: Callable[..., FaultServer]) -> None:
+    server = serve(fault=lambda text, nth: Fault(status=503) if text == "B" else None)
+    killed_before_sealing(toy, toy.settings(server, ["A", "B"], retries=0))
+    with pytest.raises(UserError, match=r"target it was begun with \(target toy\), found other; use another --run"):
+        toy.capture(serve(models=("other",)), ["A", "B"])
+
+
 # P16
 
 
@@ -508,6 +581,7 @@ def test_a_conversation_is_taken_up_at_the_turn_where_a_kill_left_it(
     settings = toy.settings(server, [two_turns()], retries=0, template_options=OPENS)
     killed_before_sealing(toy, settings)
     toy.build(settings)
+    assert json.loads((toy.work() / "progress.json").read_text()) == {"done": 2, "total": 2, "ok": 2}
     assert server.questions() == Counter({"Q1": 1, "Q2": 2})
     assert "A1<|end|>" in toy.template.decode(toy.traces()[1].prompt_ids)
 

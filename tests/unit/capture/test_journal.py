@@ -3,14 +3,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from draftsmith.capture import journal as journal_module
-from draftsmith.capture.journal import JOURNAL, Journal, seal, sealed_parts
-from draftsmith.trace import Trace, read_metadata, read_traces
+from draftsmith.capture.journal import JOURNAL, Journal, restore
+from draftsmith.trace import Trace
 
 
 def trace(name: str, **fields: object) -> Trace:
@@ -42,8 +42,6 @@ def test_unicode_line_separators_stay_inside_their_record(tmp_path: Path) -> Non
     with Journal(tmp_path) as journal:
         assert len(journal) == 1
         assert journal.read("a").reasoning == text
-        seal(journal, ["a"], {})
-    assert [row.reasoning for row in read_traces(tmp_path)] == [text]
 
 
 def test_the_last_record_of_a_trace_wins(tmp_path: Path) -> None:
@@ -112,30 +110,18 @@ def test_a_full_disk_leaves_the_journal_at_its_last_whole_record(
         assert list(journal.index) == ["a", "c"] and not journal.torn and journal.damaged == 0
 
 
-def test_sealing_keeps_the_asked_order_in_bounded_parts_and_removes_the_journal(tmp_path: Path) -> None:
-    names = [f"{number:02}" for number in range(7)]
-    (tmp_path / "part-00009.parquet").write_bytes(b"left by an attempt that was killed while sealing")
-    fill(tmp_path, *reversed(names), "of a question that is no longer asked")
+def test_a_journal_is_restored_from_finished_traces_whole_or_not_at_all(tmp_path: Path) -> None:
+    def breaks() -> Iterator[Trace]:
+        yield trace("a")
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        restore(tmp_path, breaks())
+    assert not (tmp_path / JOURNAL).exists()
+    assert restore(tmp_path, [trace("a"), trace("b")]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == [JOURNAL]
     with Journal(tmp_path) as journal:
-        parts = seal(journal, names, {"target": "toy"}, rows=3)
-    assert [pq.read_metadata(part).num_rows for part in parts] == [3, 3, 1]
-    assert sealed_parts(tmp_path) == parts
-    assert sorted(path.name for path in tmp_path.iterdir()) == [part.name for part in parts]
-    assert [row.trace_id for row in read_traces(tmp_path)] == names
-    assert read_metadata(tmp_path) == {"target": "toy"}
-
-
-def test_parts_are_bounded_by_token_ids_too(tmp_path: Path) -> None:
-    fill(tmp_path, "a", "b", "c")
-    with Journal(tmp_path) as journal:
-        parts = seal(journal, ["a", "b", "c"], {}, ids=10)  # 5 ids each
-    assert [pq.read_metadata(part).num_rows for part in parts] == [2, 1]
-
-
-def test_an_unsealed_folder_has_no_sealed_parts(tmp_path: Path) -> None:
-    fill(tmp_path, "a")
-    (tmp_path / "part-00000.parquet").write_bytes(b"half")
-    assert sealed_parts(tmp_path) == []
+        assert journal.final("a") and journal.read("b") == trace("b")
 
 
 def test_each_line_is_json_that_other_tools_can_read(tmp_path: Path) -> None:

@@ -281,6 +281,10 @@ def test_hub_faults_are_one_clear_line(monkeypatch: pytest.MonkeyPatch, fault: E
         ([{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}], "part of type 'image_url'"),
         ([{"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}], "tool call with a function name"),
         ([{"conversations": [{"from": "function_call", "value": "{"}]}], "tool call as JSON, found '{'"),
+        (
+            [{"prompt": "A", "chat_template_kwargs": {"enable_thinking": False}}],
+            "column chat_template_kwargs: .* give those of all rows with --template-options",
+        ),
         ([{"prompt": "A", "tools": "clock"}], "tools: expected a list of tool descriptions, found str"),
     ],
 )
@@ -316,6 +320,12 @@ def test_missing_sources_are_named(tmp_path: Path) -> None:
         read(tmp_path)
     with pytest.raises(UserError, match="known: builtin:arithmetic"):
         read("builtin:geometry")
+
+
+def test_a_source_that_the_system_does_not_give_is_named() -> None:
+    for source in ("/proc/self/mem", "/" + "x" * 300):
+        with pytest.raises(UserError, match="cannot be read: "):
+            questions_fingerprint(QuestionSettings(questions=source))
 
 
 def test_fingerprints_follow_the_bytes_of_files_and_folders_and_the_names_of_others(write: Write) -> None:

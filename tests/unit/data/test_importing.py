@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from draftsmith.artifacts import Stage
+from draftsmith.capture import sealing
 from draftsmith.capture.questions import read_questions
 from draftsmith.data import importing
 from draftsmith.errors import UserError
@@ -203,7 +204,7 @@ def test_the_same_questions_are_held_out_as_when_they_are_captured(importer: Any
 def test_many_traces_are_written_in_parts_and_a_second_attempt_writes_the_same(
     importer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importing, "PART_ROWS", 4)
+    monkeypatch.setattr(sealing, "PART_ROWS", 4)
     stage = importer()
     rows = [{"prompt": f"Q{i}", "response": f"A{i}"} for i in range(9)]
     stage.run(*rows)

@@ -54,6 +54,11 @@ def test_offsets_resolve_to_the_kept_ids() -> None:
     assert (made.d2t.dtype, made.t2d.dtype) == (np.int64, np.bool_)
 
 
+def test_ids_past_the_tokenizers_are_refused_by_trace(make_stage: Any) -> None:
+    with pytest.raises(UserError, match=rf"trace {TRAIN} holds id 20, the tokenizer .*toy.* has 20 ids"):
+        built(make_stage, 10, trace(TRAIN, [9, 20]), tokenizer="toy")
+
+
 def test_too_few_distinct_ids_are_filled_up_with_the_lowest_unseen(make_stage: Any) -> None:
     # P27: six distinct ids seen, ten wanted, specials always kept
     made, _, counts = built(make_stage, 10, trace(TRAIN, [9, 8, 10, 12, 14, 16, 18]))

@@ -137,7 +137,7 @@ async def test_a_final_status_is_sent_once(serve: Callable[..., FaultServer], st
     async with connected(server) as target:
         with pytest.raises(ChatFailed, match=f"HTTP {status}: as told") as failure:
             await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
-    assert not failure.value.passing
+    assert failure.value.passing is (status in (401, 403, 404))  # these say nothing about the question
     assert len(server.requests) == 1
 
 
@@ -243,7 +243,7 @@ async def test_the_key_of_the_named_variable_is_sent(
     with pytest.raises(UserError, match="its key was refused"):
         async with connected(server):
             pass
-    monkeypatch.setenv("TOY_KEY", "sesame")
+    monkeypatch.setenv("TOY_KEY", "sesame\n")  # as `cat file` gives it
     async with connected(server) as target:
         await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
     assert server.requests[0].headers["Authorization"] == "Bearer sesame"
@@ -266,10 +266,10 @@ async def test_connecting_names_what_is_wrong(
             pass
 
 
-@pytest.mark.parametrize("url", ["http://", "http://no such host", "http://127.0.0.1:1"])
+@pytest.mark.parametrize("url", ["http://", "http://no such host", "http://127.0.0.1:1", "http://[", "http://h:port"])
 async def test_a_server_that_is_not_there_is_a_users_error(url: str) -> None:
-    async with ServerTarget([url], None, api_key_env="TOY_KEY", deadline=9, retries=0) as target:
-        with pytest.raises(UserError):
+    with pytest.raises(UserError, match="expected a URL such as|does not answer"):
+        async with ServerTarget([url], None, api_key_env="TOY_KEY", deadline=9, retries=0) as target:
             await target.connect()
 
 

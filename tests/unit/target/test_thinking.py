@@ -271,3 +271,9 @@ def test_smollm2_replies_are_split_beside_any_neighbour(smollm2: Path, before: s
         assert text_of(template, ids, found.reasoning) == before.strip()
         assert text_of(template, ids, found.answer) == "Seven."
         assert found.opened_by_prompt == (opening == "")
+
+
+@pytest.mark.parametrize("finish", ["length", "abort", "content_filter", ""])
+def test_a_reply_that_the_target_did_not_end_itself_was_cut(thinker: Template, finish: str) -> None:
+    found, _, answer, _ = told(thinker, "Q<think>\n", "sum\n</think>\n\nFo", finish=finish)
+    assert (found.state, answer) == ("cut_in_answer", "Fo")

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from draftsmith.capture.conversation import Conversation
+from draftsmith.capture.conversation import Conversation, Job
 from draftsmith.capture.gate import Gate
 from draftsmith.capture.journal import Journal
 from draftsmith.capture.questions import Question
-from draftsmith.capture.record import Job, Reading, failed_trace, trace_of
+from draftsmith.capture.replies import Reading, failed_trace, trace_of
 from draftsmith.errors import GateStop
 from draftsmith.progress import Tracker
 from draftsmith.recipe import CaptureSettings
@@ -43,6 +43,7 @@ class Capture:
         journal: Journal,
         tracker: Tracker,
         note: Callable[[dict[str, Any]], None],
+        before: Mapping[str, int],
         limit: int | None,
     ) -> None:
         self.settings, self.reading, self.journal, self.limit = settings, reading, journal, limit
@@ -51,7 +52,7 @@ class Capture:
         self.new = self._conversations(questions)
         self.ready: deque[Conversation] = deque()
         self.in_flight: dict[str, tuple[Job, Conversation]] = {}
-        self.meter = Meter(tracker, note)
+        self.meter = Meter(tracker, note, before)
         self.warned = False
 
     def next_job(self) -> Job | None:
@@ -82,6 +83,7 @@ class Capture:
         else:
             trace, retry = trace_of(job, outcome, self.reading), False
             self._compare_prompts(job, trace)
+        self.meter.requests += 1
         self._record(conversation, trace, retry)
         if not conversation.done:
             self.ready.append(conversation)
@@ -185,13 +187,17 @@ class Capture:
 
 
 class Meter:
-    """Progress of this process for people and for `status`. Rates and ETA count no earlier attempt's work."""
+    """Progress for people and for `status`. Counts go over the whole capture; rates, share and ETA over this process.
 
-    def __init__(self, tracker: Tracker, note: Callable[[dict[str, Any]], None]) -> None:
+    The mean tokens per reply, times the replies left, over the tokens per second: that is the ETA, and the tokens in it
+    cancel, so it is computed from replies. What failed took no tokens and says nothing about it.
+    """
+
+    def __init__(self, tracker: Tracker, note: Callable[[dict[str, Any]], None], before: Mapping[str, int]) -> None:
         self.tracker, self.note = tracker, note
         self.done = tracker.done
-        self.states: Counter[str] = Counter()
-        self.reasoned = self.tokens = 0
+        self.states = Counter(before)
+        self.requests = self.replies = self.reasoned = self.tokens = 0
         self.started = time.monotonic()
         self.noted = 0.0
 
@@ -199,19 +205,18 @@ class Meter:
         """One more record."""
         self.done += 1
         self.states[trace.state] += 1
+        self.replies += trace.state != "failed"
         self.tokens += len(trace.generated_ids)
         self.reasoned += trace.reasoning_span is not None
         seconds = max(time.monotonic() - self.started, 1e-6)
-        replies = self.states.total() - self.states["failed"]
-        left = self.tracker.total - self.done
         self.tracker.update(
             self.done,
-            eta_seconds=self.tokens / replies * left / (self.tokens / seconds) if self.tokens else None,
-            req_s=self.states.total() / seconds,
+            eta_seconds=seconds / self.replies * (self.tracker.total - self.done) if self.replies else None,
+            req_s=self.requests / seconds,
             tok_s=self.tokens / seconds,
             errors=self.states["failed"] + self.states["rejected"],
             truncated=self.states["cut_in_reasoning"] + self.states["cut_in_answer"],
-            with_reasoning=f"{self.reasoned / replies:.0%}" if replies else "-",
+            with_reasoning=f"{self.reasoned / self.replies:.0%}" if self.replies else "-",
         )
         if time.monotonic() - self.noted > NOTE_SECONDS:
             self.write_note()

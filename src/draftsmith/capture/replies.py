@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from draftsmith.capture.conversation import Message
-from draftsmith.capture.questions import Question
-from draftsmith.target.reply import Reply, Sampling
+from draftsmith.capture.conversation import Job
+from draftsmith.target.reply import Reply
 from draftsmith.target.template import Template
 from draftsmith.target.thinking import Delimiters, opened_by_prompt, split, text_of
 from draftsmith.trace import IdsSource, Trace
@@ -26,21 +25,6 @@ NOT_EXACT, REASONING_LOST = "ids not exact", "reasoning lost"
 """Classes of rejection (what stands before the colon of an `error`) that the gate knows a cure for."""
 LEAST_GENERATED = 2
 """The first generated id comes from the target itself, so one id alone gives the draft nothing to learn."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One generation to ask the target for."""
-
-    trace_id: str
-    question: Question
-    sample: int
-    messages: Sequence[Message]
-    prompt_ids: list[int]
-    """As our template renders `messages`."""
-    sampling: Sampling
-    budget: int
-    """Generated tokens the user allows; `sampling.max_tokens` is less where the context has less room (P14)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +116,14 @@ def _problem(reply: Reply, reading: Reading, opened: bool) -> str:
             f"{len(reply.generated_ids)} ids, its usage says {usage.get('prompt_tokens', 'nothing')} + "
             f"{usage.get('completion_tokens', 'nothing')}"
         )
-    if not reply.prompt_ids or len(reply.generated_ids) < LEAST_GENERATED:
-        return f"too short: nothing to train on in {len(reply.prompt_ids)} + {len(reply.generated_ids)} ids"
-    return ""
+    return too_short(reply.prompt_ids, reply.generated_ids)
+
+
+def too_short(prompt_ids: Sequence[int], generated_ids: Sequence[int]) -> str:
+    """Why nothing can be supervised, or everything would be (P18); empty for a trace that has both parts."""
+    if prompt_ids and len(generated_ids) >= LEAST_GENERATED:
+        return ""
+    return f"too short: nothing to train on in {len(prompt_ids)} + {len(generated_ids)} ids"
 
 
 def _bare(job: Job, template: Template, opened: bool) -> Trace:
