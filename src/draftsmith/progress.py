@@ -135,6 +135,8 @@ def clock(seconds: float) -> str:
 
 def shown(value: Any) -> str:
     """A number as a person reads it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

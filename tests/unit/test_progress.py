@@ -60,6 +60,7 @@ def test_the_eta_counts_only_what_this_process_made() -> None:
 
 def test_numbers_are_written_for_people() -> None:
     assert (clock(42), clock(185), clock(3723)) == ("42 s", "3:05", "1:02:03")
+    assert (shown(True), shown(False)) == ("yes", "no")
     assert (shown(1234567), shown(0.98765), shown(1234.5), shown("a")) == ("1,234,567", "0.988", "1,234", "a")
 
 
