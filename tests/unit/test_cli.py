@@ -77,19 +77,6 @@ def test_a_shipped_recipe_resolves_without_reading_or_loading_anything(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_kimi_recipe_says_what_a_long_run_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", str(recipe_path("kimi-k2.5")), "--dry-run"]) == 0
-    stages = json.loads(capsys.readouterr().out)["stages"]
-    capture = stages["capture"]
-    assert capture["questions"] == "mlabonne/open-perfectblend"
-    assert [url.rstrip("/") for url in capture["server"]] == ["http://localhost:8000"]
-    assert capture["template_options"] == {"thinking": True}
-    assert capture["thinking"] == "kimi"
-    assert (capture["limit"], capture["max_tokens"], capture["concurrency"]) == (10_000, 8192, 128)
-    assert capture["deadline"] == 1800
-    assert stages["train"]["from"]
-
-
 def test_an_unknown_shipped_recipe_lists_those_there_are() -> None:
     with pytest.raises(Exception, match="there are gpt-oss-20b, kimi-k2.5, pivot, qwen3-8b, smollm2"):
         recipe_path("llama")
