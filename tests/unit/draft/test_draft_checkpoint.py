@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toy_draft import HIDDEN, VOCAB, tiny_draft
 
 from draftsmith.draft.checkpoint import WEIGHTS, load_draft, save_draft
 from draftsmith.errors import UserError
 from draftsmith.hidden.target_head import TargetHead
+from toy_draft import HIDDEN, VOCAB, tiny_draft
 
 
 def head(vocab: int = VOCAB) -> TargetHead:

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from toy_draft import HIDDEN, KEPT, tiny_batch, tiny_draft
 
 from draftsmith.draft import loss as loss_module
 from draftsmith.draft.eagle3 import Eagle3Draft
 from draftsmith.draft.loss import LabelRows, label_rows, proposals, ttt_loss
 from draftsmith.draft.unroll import Batch, shifted, unroll
+from toy_draft import HIDDEN, KEPT, tiny_batch, tiny_draft
 
 STEPS = 3
 WEIGHTS = [1.0, 0.5, 0.25]

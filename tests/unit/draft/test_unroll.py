@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from toy_draft import tiny_batch, tiny_draft
 
 from draftsmith.draft import attention
 from draftsmith.draft.eagle3 import Eagle3Draft
 from draftsmith.draft.unroll import Batch, shifted, unroll
 from draftsmith.trace import supervised_rows
+from toy_draft import tiny_batch, tiny_draft
 
 STEPS = 4
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from toy_training import VOCAB, make_training_run, train_settings, train_stage
 
 from draftsmith.artifacts import Stage
 from draftsmith.data.vocab import make_vocab, save_vocab
@@ -24,6 +23,7 @@ from draftsmith.train import checkpoint, loop
 from draftsmith.train.dataset import read_samples
 from draftsmith.train.evaluate import held_out_acceptance
 from draftsmith.train.loop import build
+from toy_training import VOCAB, make_training_run, train_settings, train_stage
 
 QUIET = Progress(quiet=True)
 

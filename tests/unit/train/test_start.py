@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toy_training import HIDDEN, VOCAB, train_settings
 
 from draftsmith.data.vocab import Vocab, make_vocab
 from draftsmith.draft.checkpoint import save_draft
@@ -15,6 +14,7 @@ from draftsmith.draft.eagle3 import Eagle3Draft
 from draftsmith.errors import UserError
 from draftsmith.hidden.target_head import TargetHead
 from draftsmith.train.start import draft_config, fresh_draft, warm_draft, with_vocab
+from toy_training import HIDDEN, VOCAB, train_settings
 
 KEPT = [3, 7, 8, 20, 21, 40]
 TARGET: dict[str, Any] = {

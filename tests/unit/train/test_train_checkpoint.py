@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy_draft import tiny_batch, tiny_draft
 
 from draftsmith.draft.eagle3 import Eagle3Draft
 from draftsmith.draft.unroll import unroll
 from draftsmith.train import checkpoint
 from draftsmith.train.checkpoint import BEST, CURVE, LAST, State
+from toy_draft import tiny_batch, tiny_draft
 
 
 def optimizer_of(draft: Eagle3Draft) -> torch.optim.AdamW:

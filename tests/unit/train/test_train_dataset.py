@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from toy_training import HIDDEN, VOCAB, make_training_run, target
 
 from draftsmith.data.vocab import load_vocab
 from draftsmith.draft.loss import label_rows
@@ -17,6 +16,7 @@ from draftsmith.hidden.store import HiddenStore
 from draftsmith.trace import Trace, held_out, read_traces, write_traces
 from draftsmith.train.dataset import ahead, collate, counted_labels, micro_steps, read_samples
 from draftsmith.train.schedule import plan_steps
+from toy_training import HIDDEN, VOCAB, make_training_run, target
 
 
 @pytest.fixture(scope="module")
