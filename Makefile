@@ -34,6 +34,7 @@ $(VENV)/installed: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[demo,test]'
+	$(PIP) install --quiet --no-deps "$$(grep '^speculators==' constraints.txt)" "$$(grep '^hs-connectors==' constraints.txt)"
 	@touch $@
 
 # Apart from everything else, because vLLM pins what it needs; about 4 GB. Its tests build it on first use.
