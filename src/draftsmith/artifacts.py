@@ -94,6 +94,15 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
+def sync(path: Path) -> None:
+    """Makes a file's content, or a folder's entries (new names, renames), survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def read_json(path: Path) -> Any:
     """Reads JSON.
 
@@ -208,6 +217,7 @@ def build(
     if final.exists():
         shutil.rmtree(final)
     os.replace(work, final)
+    sync(run)
     for leftover in NOTES:  # only now: without its plan, a folder that was not renamed could not be told apart
         (final / leftover).unlink(missing_ok=True)
     return manifest(run, plan.stage), True

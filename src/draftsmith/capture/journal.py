@@ -20,6 +20,7 @@ from types import TracebackType
 
 import msgspec
 
+from draftsmith.artifacts import sync
 from draftsmith.trace import Trace
 
 JOURNAL = "journal.jsonl"
@@ -64,7 +65,7 @@ class Journal:
         os.ftruncate(self.file, self.end)
         self.unsynced = self.torn
         self.synced = time.monotonic()
-        _sync_folder(folder)
+        sync(folder)
 
     def __enter__(self) -> Journal:
         return self
@@ -174,11 +175,3 @@ def _write_all(file: int, data: bytes, offset: int) -> None:
     written = 0
     while written < len(data):
         written += os.pwrite(file, data[written:], offset + written)
-
-
-def _sync_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

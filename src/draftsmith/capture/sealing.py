@@ -7,7 +7,6 @@ is reported. Writing holds one part's traces in memory, counting one part's ids.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from draftsmith.artifacts import sync
 from draftsmith.capture.journal import JOURNAL, Journal
 from draftsmith.recipe import QuestionSettings
 from draftsmith.target.template import Template
@@ -70,8 +70,8 @@ def write_parts(folder: Path, traces: Iterable[Trace], metadata: dict[str, str])
     for number, group in enumerate(_groups(traces)):
         parts.append(folder / f"part-{number:05}.parquet")
         write_traces(parts[-1], group, metadata)
-        _sync(parts[-1])
-    _sync(folder)
+        sync(parts[-1])
+    sync(folder)
     return parts
 
 
@@ -139,11 +139,3 @@ def _groups(traces: Iterable[Trace]) -> Iterator[list[Trace]]:
         held += size
     if group:
         yield group
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.artifacts import read_json, write_json
+from draftsmith.artifacts import read_json, sync, write_json
 from draftsmith.draft.checkpoint import WEIGHTS, load_weights, save_draft
 from draftsmith.draft.eagle3 import Eagle3Draft
 
@@ -49,7 +49,7 @@ def save_last(work: Path, draft: Eagle3Draft, optimizer: torch.optim.Optimizer, 
         write_json(folder / STATE, asdict(state))
 
     if (work / CURVE).exists():
-        _sync(work / CURVE)
+        sync(work / CURVE)
     _publish(work / LAST, write)
 
 
@@ -112,12 +112,12 @@ def _publish(final: Path, write: Callable[[Path], None]) -> None:
     new.mkdir()
     write(new)
     for path in new.iterdir():
-        _sync(path)
-    _sync(new)
+        sync(path)
+    sync(new)
     if final.exists():
         os.replace(final, old)
     os.replace(new, final)
-    _sync(final.parent)
+    sync(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -128,14 +128,6 @@ def _recover(final: Path) -> None:
         os.replace(old, final)
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cut_curve(path: Path, step: int) -> None:
