@@ -104,7 +104,7 @@ class Tracker:
         """The state in one line."""
         eta = self.eta()
         left = f", {clock(eta)} left" if eta is not None and self.done < self.total else ""
-        facts = "".join(f", {name.replace('_', ' ')} {shown(value)}" for name, value in self.facts.items())
+        facts = "".join(f", {label(name)} {shown(value)}" for name, value in self.facts.items())
         return harmless(f"{self.stage}: {self.done:,}/{self.total:,} {self.unit}{left}{facts}")
 
     def __rich__(self) -> Table:
@@ -131,6 +131,11 @@ def clock(seconds: float) -> str:
         return f"{whole} s"
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def label(name: str) -> str:
+    """A fact's name as a person reads it: `tok_s` is a rate."""
+    return f"{name[:-2]}/s" if name.endswith("_s") else name.replace("_", " ")
 
 
 def shown(value: Any) -> str:

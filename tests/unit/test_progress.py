@@ -25,7 +25,7 @@ def test_plain_lines_are_printed_where_there_is_no_terminal(monkeypatch: object)
     with progress.track("capture", 10, "replies") as bar:
         bar.shown -= module.PLAIN_SECONDS + 1
         bar.update(5, eta_seconds=125.0, tok_s=1234.5)
-    assert out.getvalue().strip() == "capture: 5/10 replies, 2:05 left, tok s 1,234"
+    assert out.getvalue().strip() == "capture: 5/10 replies, 2:05 left, tok/s 1,234"
 
 
 def test_a_terminal_shows_a_bar() -> None:
