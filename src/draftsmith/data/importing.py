@@ -131,6 +131,9 @@ def _recorded(
     except TemplateRefusal as refusal:
         return replace(bare, state="rejected", error=f"template refused: {refusal}")
     parts = split(delimiters, template, prompt_ids, generated_ids, "stop")
+    if parts.state == "cut_in_reasoning":
+        # A recorded answer is complete. Where the prompt opens thinking it just holds none: all of it is the answer.
+        parts = replace(parts, reasoning=None, answer=(0, len(generated_ids)), state="ok")
     problem = too_short(prompt_ids, generated_ids)
     sampling = {"template_options": template.options, "prompt_opened_thinking": parts.opened_by_prompt}
     return replace(

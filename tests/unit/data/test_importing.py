@@ -133,6 +133,15 @@ def test_a_prompt_that_opens_the_thinking_is_followed_by_the_recorded_text(impor
     assert json.loads(first.sampling)["prompt_opened_thinking"] is True
 
 
+def test_a_plain_answer_after_a_prompt_that_opens_thinking_is_an_answer_and_not_cut(importer: Any) -> None:
+    stage = importer(template=OPENED, marks=THINK)
+    counts = stage.run(ALPHA)
+    (trace,) = stage.traces()
+    assert (counts["ok"], counts["cut_in_reasoning"], counts["with_reasoning"]) == (1, 0, 0)
+    assert (trace.reasoning_span, trace.answer_span) == (None, (0, len(trace.generated_ids)))
+    assert (trace.reasoning, trace.answer) == ("", "beta")
+
+
 def test_prompt_ids_are_what_serving_sends_even_where_the_text_would_merge_across_the_boundary(importer: Any) -> None:
     stage = importer(template="{% for m in messages %}{{ m.content }}{% endfor %}", merges=[("a", "b")])
     stage.run({"prompt": "a", "response": "bc<|im_end|>"})
