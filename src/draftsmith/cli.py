@@ -132,11 +132,8 @@ def measure(
     quiet: Quiet = False,
 ) -> None:
     """Acceptance length, losslessness and speed on held-out questions."""
-    _stage(run, "measure", settings, force, json, quiet)
-    if not json:
-        from draftsmith.measure.summary import result_table
-
-        Console().print(result_table(run / "measure" / "result.json"))
+    _stage(run, "measure", settings, force, False, quiet)
+    _results({"": run}, json)
 
 
 @app.command

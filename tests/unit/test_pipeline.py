@@ -128,6 +128,17 @@ def test_a_stage_alone_prints_its_manifest_as_json(
     assert json.loads(capsys.readouterr().out)["settings"] == {"size": 48}
 
 
+def test_measure_prints_its_result_as_a_table_or_as_json(
+    finished: tuple[Recipe, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, run = finished
+    settings = ["--limit", "3", "--rounds", "1", "--timing-questions", "1", "--dtype", "float32", "--device", "cpu"]
+    assert main(["measure", "--run", str(run), *settings, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((run / "measure" / "result.json").read_text())
+    assert main(["measure", "--run", str(run), *settings]) == 0
+    assert "acceptance length" in capsys.readouterr().out
+
+
 def test_looking_at_a_finished_run_imports_no_torch(finished: tuple[Recipe, Path]) -> None:
     import subprocess
 
