@@ -38,22 +38,33 @@ def _rows(result: dict[str, Any]) -> dict[str, str]:
         "held-out questions": f"{result['questions']}",
         "sampling": _sampling(result["sampling"]),
         "draft tokens": f"{result['draft_tokens']}",
-        "acceptance length": _length(result["acceptance_length"]),
+        "acceptance length": _length(result["acceptance_length"]) + _left_out(result["degenerate"]),
         "  in reasoning / answer": " / ".join(
             _length(result[f"acceptance_length_{part}"]) for part in ("reasoning", "answer")
         ),
         "acceptance per position": " ".join(
-            f"{share:.2f}" for share in result["acceptance_per_position"] if share is not None
+            "-" if share is None else f"{share:.2f}" for share in result["acceptance_per_position"]
         ),
         "lossless": lossless,
         "tokens/s with draft": f"{result['tokens_per_second']:.1f} ({timed})",
         "tokens/s without": f"{result['baseline_tokens_per_second']:.1f}",
         "speed-up": f"{result['speedup']:.2f}x",
+        "timed replies": _timed(result["timed_identical_to_float32"]),
     }
 
 
 def _length(value: float | None) -> str:
     return "no estimate" if value is None else f"{value:.2f}"
+
+
+def _left_out(degenerate: int) -> str:
+    """Replies that acceptance was not counted on, said beside it."""
+    return f" (without {degenerate} that only repeat themselves)" if degenerate else ""
+
+
+def _timed(identical: float | None) -> str:
+    """The speed was measured in another type than losslessness: how far the replies are the same."""
+    return "sampled" if identical is None else f"{identical:.0%} equal the float32 ones"
 
 
 def _sampling(sampling: dict[str, Any]) -> str:

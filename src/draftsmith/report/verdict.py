@@ -176,4 +176,10 @@ def _cautions(result: dict[str, Any]) -> list[str]:
             f"{result['degenerate']:,} of {result['questions']:,} replies repeat themselves for most of their length: "
             "easy to draft, so they are left out of the acceptance length."
         )
+    same = result.get("timed_identical_to_float32")
+    if same is not None and same < 1:
+        cautions.append(
+            f"Speed was measured in {result['dtype']}, where rounding can choose other tokens: {same:.0%} of the timed "
+            "replies equal the float32 ones that losslessness was proved on."
+        )
     return cautions

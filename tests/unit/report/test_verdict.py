@@ -64,6 +64,14 @@ def test_few_questions_and_replies_left_out_are_said() -> None:
     assert verdict(RESULT, "RUN").cautions == []
 
 
+def test_timed_replies_that_differ_from_the_proved_ones_are_said() -> None:
+    cautions = verdict({**RESULT, "timed_identical_to_float32": 0.5, "dtype": "bfloat16"}, "RUN").cautions
+    assert len(cautions) == 1
+    assert "bfloat16" in cautions[0] and "50% of the timed" in cautions[0]
+    for same in (1.0, None):
+        assert verdict({**RESULT, "timed_identical_to_float32": same}, "RUN").cautions == []
+
+
 def test_sampling_reads_as_words() -> None:
     assert sampling_words({"temperature": 0.0, "top_p": 0.9}) == "greedy"
     assert sampling_words({"temperature": 0.6, "top_p": 0.95, "top_k": 20}) == "temperature 0.6, top-p 0.95, top-k 20"
