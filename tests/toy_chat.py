@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from draftsmith.target.dialect import Asked
+from draftsmith.target.reply import Sampling
 
 MARKS = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<think>", "</think>"]
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "\u2028", "\u0085"]
@@ -43,3 +47,10 @@ def save_toy_tokenizer(folder: Path, template: str = TEMPLATE) -> str:
     fast.chat_template = template
     fast.save_pretrained(folder)
     return str(folder)
+
+
+def asking(messages: Any, tools: Any, sampling: Sampling, options: dict[str, Any]) -> Asked:
+    """A generation to ask for, of which nobody needs our own rendering."""
+    return Asked(
+        messages=messages, tools=tools, sampling=sampling, template_options=options, prompt_ids=lambda: [1, 2, 3]
+    )

@@ -82,6 +82,21 @@ class QuestionSettings(Settings):
         return {name: _number(value) for name, value in options.items()}
 
 
+class GateLimits(Settings):
+    """Shares of the replies looked at (the first ones, then a sliding window) above which the quality gate acts."""
+
+    first: Annotated[int, Field(ge=4, le=64, description="Replies before its first verdict.")] = 32
+    window: Annotated[int, Field(ge=32, description="Latest replies that every later verdict is about.")] = 512
+    without_reasoning: Annotated[float, Field(ge=0, le=1, description="No reasoning although the mode thinks.")] = 0.5
+    cut: Annotated[float, Field(ge=0, le=1, description="Cut off by the token budget.")] = 0.7
+    empty: Annotated[float, Field(ge=0, le=1, description="Ended with an empty answer.")] = 0.3
+    loops: Annotated[float, Field(ge=0, le=1, description="Repeating themselves.")] = 0.4
+    delimiters: Annotated[float, Field(ge=0, le=1, description="Think delimiters missing, doubled or nested.")] = 0.5
+    duplicates: Annotated[float, Field(ge=0, le=1, description="Equal to the reply to another question.")] = 0.3
+    rejected: Annotated[float, Field(ge=0, le=1, description="Not fit to train on, for whatever reason.")] = 0.5
+    failed: Annotated[float, Field(ge=0, le=1, description="Requests that got no reply.")] = 0.5
+
+
 class CaptureSettings(QuestionSettings):
     """Questions in, traces out."""
 
@@ -100,11 +115,27 @@ class CaptureSettings(QuestionSettings):
         Literal["engine", "verified", "any"],
         Field(description="Least exactness of token ids: engine's own, rendered and verified, or any."),
     ] = "verified"
-    concurrency: Annotated[int, _runtime("Requests in flight at most.", ge=1)] = 128
-    deadline: Annotated[float, _runtime("Seconds one request may take; waiting in our queue does not count.", gt=0)] = (
-        1800.0
-    )
+    concurrency: Annotated[
+        Annotated[int, Field(ge=1)] | Literal["auto"],
+        _runtime("Requests in flight at most; auto finds what the servers can use."),
+    ] = 128
+    deadline: Annotated[
+        float | None,
+        _runtime("Seconds one request may take, waiting in our queue aside; default: derived from --max-tokens.", gt=0),
+    ] = None
     retries: Annotated[int, _runtime("Times a request is sent again after a passing fault.", ge=0)] = 5
+    wait: Annotated[str, _runtime("How long to wait for a server that is still loading, e.g. 90s, 30m, 2h.")] = "0s"
+    probe: Annotated[bool, _runtime("Ask the servers some test questions before the first real one.")] = True
+    on_gate: Annotated[
+        Literal["stop", "warn"], _runtime("What the quality gate does: stop the run (exit code 3), or only say so.")
+    ] = "stop"
+    gate: Annotated[GateLimits, _runtime("Limits of the quality gate.")] = GateLimits()
+    drain_seconds: Annotated[
+        float, _runtime("After SIGTERM or Ctrl-C: seconds to wait for replies in flight before abandoning them.", ge=0)
+    ] = 60.0
+    price_per_hour: Annotated[
+        float | None, _runtime("What all servers together cost per hour, to show the cost so far.", ge=0)
+    ] = None
     api_key_env: Annotated[str, _runtime("Environment variable that holds the API key.")] = "OPENAI_API_KEY"
     batch_size: Annotated[int, _runtime("Replies generated together by --local.", ge=1)] = 64
     dtype: Annotated[Dtype, Field(description="Compute type of --local; auto: bfloat16 where it is native.")] = "auto"

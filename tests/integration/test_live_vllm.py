@@ -22,6 +22,7 @@ from draftsmith.target.server import ServerTarget
 from draftsmith.target.template import Template, load_template
 from draftsmith.target.wire import NEUTRAL, ChatFailed, chat_body
 from draftsmith.trace import read_metadata, read_traces
+from toy_chat import asking
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -137,7 +138,9 @@ async def test_the_servers_own_refusal_of_a_long_prompt_is_understood(vllm_serve
     async with ServerTarget([vllm_server], None, api_key_env="NO_KEY", deadline=60, retries=0) as target:
         await target.connect()
         with pytest.raises(ChatFailed, match=r"^prompt_too_long: .*1024") as refusal:
-            await target.chat([{"role": "user", "content": "one two " * CONTEXT}], (), Sampling(max_tokens=8), {})
+            await target.chat(
+                asking([{"role": "user", "content": "one two " * CONTEXT}], (), Sampling(max_tokens=8), {})
+            )
     assert not refusal.value.passing
 
 

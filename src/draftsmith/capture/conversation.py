@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import filterfalse, takewhile
 from typing import Any
 
-from draftsmith.capture.questions import Question
+from draftsmith.capture.rows import Question
 from draftsmith.target.reply import Sampling
 from draftsmith.trace import Trace, trace_id
 

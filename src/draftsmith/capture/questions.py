@@ -7,57 +7,14 @@ keys, and the same prompt recorded with two answers stays in one split. Nothing 
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
-from typing import Any
 
-from draftsmith.capture.sources import Row, read_rows, source_fingerprint, source_name
+from draftsmith.capture.rows import Question, question_of
+from draftsmith.capture.sources import read_rows, source_fingerprint, source_name
 from draftsmith.errors import UserError
 from draftsmith.recipe import QuestionSettings
-from draftsmith.target.template import tool_arguments
-
-PROMPT_COLUMNS = ("prompt", "question", "instruction", "problem", "query")
-ANSWER_COLUMNS = ("response", "answer", "output", "completion", "solution")
-TURN_COLUMNS = ("conversations", "messages", "conversation")
-OPTIONS_COLUMN = "chat_template_kwargs"
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_call": "function_call",
-    "tool_call": "function_call",
-}
-TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A conversation to be answered."""
-
-    key: str
-    """Hash of content (turns that are asked, and tools), never of position."""
-    source: str
-    """The row's own `source`, or the dataset's name."""
-    messages: tuple[dict[str, Any], ...]
-    """The conversation as recorded, roles system/developer/user/assistant/tool; the preamble is not in it."""
-    tools: tuple[dict[str, Any], ...] = ()
-    copies: int = 1
-    """How many times the same content occurs in the source: duplicates become samples."""
-    user_id: str = ""
-    """The row's own `id`, if it has one."""
 
 
 def read_questions(settings: QuestionSettings) -> list[Question]:
@@ -84,7 +41,7 @@ def read_conversations(settings: QuestionSettings) -> Iterator[Question]:
     ids: dict[str, tuple[str, str]] = {}
     count = 0
     for place, row in islice(read_rows(settings.questions, settings.split), settings.limit):
-        question = _question(place, row, name)
+        question = question_of(place, row, name)
         count += 1
         if question.user_id:
             key, first = ids.setdefault(question.user_id, (question.key, place))
@@ -105,146 +62,3 @@ def questions_fingerprint(settings: QuestionSettings) -> str:
         UserError: no such source.
     """
     return source_fingerprint(settings.questions, settings.split)
-
-
-def asked(message: Mapping[str, Any]) -> bool:
-    """Whether a recorded turn is part of what a target is asked: all but the assistant's answers."""
-    return message["role"] != "assistant" or bool(message.get("tool_calls"))
-
-
-def content_key(messages: tuple[dict[str, Any], ...], tools: tuple[dict[str, Any], ...]) -> str:
-    """24 hex digits over the asked turns (recorded reasoning aside) and the tools."""
-    turns = [{k: v for k, v in turn.items() if k != "reasoning_content"} for turn in messages if asked(turn)]
-    text = json.dumps([turns, tools], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _question(place: str, row: Row, name: str) -> Question:
-    if row.get(OPTIONS_COLUMN):
-        raise UserError(
-            f"{place}: column {OPTIONS_COLUMN}: template options of a single row are not supported; give those of all "
-            "rows with --template-options and remove the column"
-        )
-    messages = tuple(_messages(place, row))
-    if not any(message["role"] == "user" for message in messages):
-        raise UserError(f"{place}: expected at least one user turn, found none; remove the row")
-    tools = tuple(_tools(place, row.get("tools")))
-    own_id, source = row.get("id"), row.get("source")
-    return Question(
-        key=content_key(messages, tools),
-        source=source if isinstance(source, str) and source else name,
-        messages=messages,
-        tools=tools,
-        user_id="" if own_id is None else str(own_id),
-    )
-
-
-def _messages(place: str, row: Row) -> list[dict[str, Any]]:
-    """The row's turns, whatever its schema."""
-    system = row.get("system") or row.get("system_prompt")
-    first = [{"role": "system", "content": _text(place, system)}] if system else []
-    turns = next((row[name] for name in TURN_COLUMNS if isinstance(row.get(name), list)), None)
-    if turns is not None:
-        found = [_turn(f"{place}: turn {number}", turn) for number, turn in enumerate(turns, start=1)]
-        return (first if not found or found[0]["role"] != "system" else []) + found
-    prompt = next((row[name] for name in PROMPT_COLUMNS if row.get(name) is not None), None)
-    if prompt is None:
-        columns = ", ".join(row) or "none"
-        raise UserError(
-            f"{place}: unknown schema: expected {' or '.join(TURN_COLUMNS[:2])} (lists of turns) or one of the columns "
-            f"{', '.join(PROMPT_COLUMNS)}; found columns: {columns}"
-        )
-    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise UserError(f"{place}: expected a prompt, found an empty one; remove the row")
-    asked_turns = _turns_or_text(place, prompt, "user")
-    extra = row.get("input")
-    if isinstance(extra, str) and extra.strip() and isinstance(prompt, str) and prompt is row.get("instruction"):
-        asked_turns = [{"role": "user", "content": f"{prompt}\n\n{extra}"}]
-    answer = next((row[name] for name in ANSWER_COLUMNS if row.get(name)), None)
-    recorded = [] if answer is None else _turns_or_text(place, answer, "assistant")
-    if recorded and isinstance(reasoning := row.get("reasoning_content"), str):
-        recorded[-1].setdefault("reasoning_content", reasoning)
-    return first + asked_turns + recorded
-
-
-def _turns_or_text(place: str, value: Any, role: str) -> list[dict[str, Any]]:
-    """A prompt or answer column holds text, or a list of turns."""
-    if isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
-        return [_turn(f"{place}: turn {number}", turn) for number, turn in enumerate(value, start=1)]
-    return [{"role": role, "content": _text(place, value)}]
-
-
-def _turn(place: str, turn: Any) -> dict[str, Any]:
-    """One turn in the one form all later stages know: `role`, `content` as text, and what tools need."""
-    if not isinstance(turn, dict):
-        raise UserError(f"{place}: expected a turn with a role, found {type(turn).__name__}")
-    recorded = turn.get("role", turn.get("from"))
-    role = ROLES.get(str(recorded).lower())
-    if role is None:
-        raise UserError(f"{place}: unknown role {recorded!r}; known: {', '.join(sorted(ROLES))}")
-    content = _text(place, turn.get("content", turn.get("value")))
-    if role == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": [_recorded_call(place, content)]}
-    message: dict[str, Any] = {"role": role, "content": content}
-    reasoning = next((turn[name] for name in REASONING_FIELDS if isinstance(turn.get(name), str)), None)
-    if reasoning and role == "assistant":
-        message["reasoning_content"] = reasoning
-    for name in ("name", "tool_call_id"):
-        if turn.get(name) is not None:
-            message[name] = turn[name]
-    if turn.get("tool_calls"):
-        message["tool_calls"] = [_call(place, call) for call in _loaded(turn["tool_calls"])]
-    return message
-
-
-def _text(place: str, content: Any) -> str:
-    """Content as text: null is empty, text parts are joined by newlines as engines do."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise UserError(f"{place}: expected text, found {type(content).__name__}")
-    texts = []
-    for part in content:
-        kind = part.get("type", "text") if isinstance(part, dict) else "text"
-        text = part.get("text") if isinstance(part, dict) else part
-        if kind not in TEXT_PARTS or not isinstance(text, str):
-            raise UserError(f"{place}: holds a part of type {kind!r}; draftsmith asks text only, remove such rows")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _call(place: str, call: Any) -> dict[str, Any]:
-    """A tool call as chat servers write it, arguments as a mapping, its id kept (P24)."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise UserError(f"{place}: expected a tool call with a function name, found {json.dumps(call, default=str)}")
-    arguments = tool_arguments(function.get("arguments", {}))
-    made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {"id": call["id"], **made} if call.get("id") is not None else made
-
-
-def _recorded_call(place: str, content: str) -> dict[str, Any]:
-    """ShareGPT's own turn for a tool call: the call as JSON text."""
-    try:
-        return _call(place, json.loads(content))
-    except ValueError:
-        raise UserError(f"{place}: expected a tool call as JSON, found {content[:60]!r}") from None
-
-
-def _tools(place: str, value: Any) -> list[dict[str, Any]]:
-    tools = _loaded(value) if value else []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{place}: tools: expected a list of tool descriptions, found {type(tools).__name__}")
-    return tools
-
-
-def _loaded(value: Any) -> Any:
-    """A value, or what its JSON text holds."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value

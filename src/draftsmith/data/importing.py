@@ -16,8 +16,9 @@ from typing import Any
 
 from draftsmith.artifacts import Stage
 from draftsmith.capture.conversation import ASKING_ROLES, Conversation, Message
-from draftsmith.capture.questions import Question, read_conversations
+from draftsmith.capture.questions import read_conversations
 from draftsmith.capture.replies import too_short
+from draftsmith.capture.rows import Question
 from draftsmith.capture.sealing import question_metadata, summary, write_parts
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress, Tracker

@@ -11,10 +11,10 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -22,8 +22,9 @@ import msgspec
 
 from draftsmith.errors import UserError
 from draftsmith.recipe import without_credentials
-from draftsmith.target.reply import Reply, Sampling
-from draftsmith.target.wire import ChatFailed, PassingFault, chat_body, chat_reply, explanation, one_line, refusal
+from draftsmith.target.dialect import Asked, Chat, Dialect
+from draftsmith.target.reply import Reply
+from draftsmith.target.wire import ChatFailed, PassingFault, explanation, one_line, refusal
 
 CONNECT_SECONDS = 30.0
 """Patience for `/v1/models`, which a healthy server answers at once."""
@@ -62,6 +63,7 @@ class ServerTarget:
     ) -> None:
         self.endpoints = [_Endpoint(_base_url(url)) for url in urls]
         self.model, self.api_key_env, self.deadline, self.retries = model, api_key_env, deadline, retries
+        self.dialect: Dialect = Chat()
         self.draining = asyncio.Event()
 
     async def __aenter__(self) -> ServerTarget:
@@ -102,32 +104,27 @@ class ServerTarget:
             version=await self._version(self.endpoints[0]),
         )
 
-    async def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        sampling: Sampling,
-        template_options: Mapping[str, Any],
-    ) -> Reply:
+    async def chat(self, asked: Asked) -> Reply:
         """One generation, retried through passing faults. Waiting between tries does not count towards the deadline.
 
         Raises:
             ChatFailed: the server refused for good, the deadline passed, or the last try met a passing fault too.
             NotSentAgain: `drain` was called while the request waited for its next try.
         """
-        body = chat_body(self.model or "", messages, tools, sampling, template_options)
         attempt = 0
         while True:
             attempt += 1
             endpoint = min(self.endpoints, key=_Endpoint.burden)
             try:
-                return await self._ask(endpoint, body, attempt)
+                reply = await self._ask(endpoint, asked)
             except PassingFault as fault:
                 if attempt > self.retries:
                     raise ChatFailed(f"{fault.reason}, {attempt} tries", passing=True) from None
                 wait = max(fault.retry_after, _backoff(attempt))
                 endpoint.rests_until = time.monotonic() + wait
                 await self._pause(wait)
+            else:
+                return replace(reply, timing=reply.timing | {"attempts": attempt})
 
     def drain(self) -> None:
         """From now on nothing is sent again: requests in flight may end, those waiting for their next try are over."""
@@ -140,28 +137,32 @@ class ServerTarget:
             return
         raise NotSentAgain
 
-    async def _ask(self, endpoint: _Endpoint, body: bytes, attempt: int) -> Reply:
-        started = time.monotonic()
+    async def _ask(self, endpoint: _Endpoint, asked: Asked) -> Reply:
         endpoint.in_flight += 1
         try:
             async with asyncio.timeout(self.deadline):
-                async with self.session.post(
-                    endpoint.url + "/chat/completions",
-                    data=body,
-                    headers={"Content-Type": "application/json"},
-                    allow_redirects=False,
-                ) as response:
-                    content = await response.read()
+                return await self.dialect.ask(partial(self._post, endpoint), self.model or "", asked)
         except TimeoutError:
             # Sending it again would cost a whole generation again, and end the same way.
             raise ChatFailed(f"no reply within the deadline of {self.deadline:g} s", passing=True) from None
-        except aiohttp.ClientError as error:
-            raise PassingFault(f"connection fault: {one_line(str(error) or type(error).__name__)}") from None
         finally:
             endpoint.in_flight -= 1
+
+    async def _post(self, endpoint: _Endpoint, path: str, body: bytes) -> bytes:
+        base = endpoint.url.removesuffix("/v1") if path.startswith("//") else endpoint.url
+        try:
+            async with self.session.post(
+                base + path.replace("//", "/", 1),
+                data=body,
+                headers={"Content-Type": "application/json"},
+                allow_redirects=False,
+            ) as response:
+                content = await response.read()
+        except aiohttp.ClientError as error:
+            raise PassingFault(f"connection fault: {one_line(str(error) or type(error).__name__)}") from None
         if response.status != 200:
             raise refusal(response.status, response.headers, content)
-        return chat_reply(content, {"seconds": round(time.monotonic() - started, 3), "attempts": attempt})
+        return content
 
     async def _models(self, endpoint: _Endpoint) -> list[_Card]:
         """The model list, under the URL as given or with /v1; settles the endpoint's base URL."""

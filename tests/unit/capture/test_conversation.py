@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from draftsmith.capture.conversation import Conversation, turns_of
-from draftsmith.capture.questions import Question
+from draftsmith.capture.rows import Question
 from draftsmith.trace import Trace
 
 

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from draftsmith.artifacts import Plan, Stage
-from draftsmith.capture import engine
+from draftsmith.capture import engine, serving
 from draftsmith.capture.journal import JOURNAL, Journal
 from draftsmith.errors import GateStop, Interrupted, UserError
 from draftsmith.progress import Progress
@@ -329,7 +329,7 @@ def test_replies_that_came_together_are_all_kept_when_the_gate_stops_the_run(
 
     server = serve(shape="neither", ids="none")
     settings = toy.settings(server, [f"{n}?" for n in range(12)], template_options=OPENS, exact="any", concurrency=12)
-    monkeypatch.setattr(engine.asyncio, "wait", all_of_them)
+    monkeypatch.setattr(serving.asyncio, "wait", all_of_them)
     with pytest.raises(GateStop, match="no reasoning seen in the first 8 replies"):
         toy.build(settings)
     with Journal(toy.work()) as journal:

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from datasets.exceptions import DatasetNotFoundError
 
-from draftsmith.capture.questions import Question, questions_fingerprint, read_conversations, read_questions
+from draftsmith.capture.questions import questions_fingerprint, read_conversations, read_questions
+from draftsmith.capture.rows import Question
 from draftsmith.errors import UserError
 from draftsmith.recipe import QuestionSettings
 

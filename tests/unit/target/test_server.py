@@ -17,7 +17,7 @@ from draftsmith.target.server import NotSentAgain, ServerTarget
 from draftsmith.target.template import Template, load_template
 from draftsmith.target.wire import ChatFailed, explanation
 from fault_server import Fault, FaultServer, Says
-from toy_chat import save_toy_tokenizer
+from toy_chat import asking, save_toy_tokenizer
 
 QUESTION = [{"role": "user", "content": "2+2?"}]
 
@@ -57,7 +57,7 @@ async def test_ids_and_texts_come_back_as_vllm_gives_them(
     serve: Callable[..., FaultServer], template: Template
 ) -> None:
     async with connected(serve()) as target:
-        reply = await target.chat(QUESTION, (), Sampling(max_tokens=50), {"prompt_opens": True})
+        reply = await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {"prompt_opens": True}))
     assert template.decode(reply.prompt_ids) == "<|user|>2+2?<|end|><|assistant|><think>"
     assert template.decode(reply.generated_ids) == "two and two</think>Four<|end|>"
     assert (reply.reasoning_text, reply.answer_text, reply.finish_reason) == ("two and two", "Four", "stop")
@@ -68,7 +68,7 @@ async def test_ids_and_texts_come_back_as_vllm_gives_them(
 
 async def test_ids_per_choice_are_read_too(serve: Callable[..., FaultServer], template: Template) -> None:
     async with connected(serve(ids="sglang")) as target:
-        reply = await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+        reply = await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {}))
     assert reply.prompt_ids == template.render(QUESTION)
     assert template.decode(reply.generated_ids) == "<think>two and two</think>Four<|end|>"
 
@@ -76,7 +76,7 @@ async def test_ids_per_choice_are_read_too(serve: Callable[..., FaultServer], te
 @pytest.mark.parametrize("shape", ["reasoning", "reasoning_content"])
 async def test_the_reasoning_is_found_under_both_names(serve: Callable[..., FaultServer], shape: str) -> None:  # P01
     async with connected(serve(shape=shape)) as target:
-        reply = await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+        reply = await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {}))
     assert reply.reasoning_text == "two and two"
 
 
@@ -85,7 +85,7 @@ async def test_every_sampling_value_and_template_option_is_on_the_top_level(
 ) -> None:  # P05
     server = serve()
     async with connected(server) as target:
-        await target.chat(QUESTION, (), Sampling(max_tokens=7), {"enable_thinking": False})
+        await target.chat(asking(QUESTION, (), Sampling(max_tokens=7), {"enable_thinking": False}))
     body = server.requests[0].body
     sent = {name: body[name] for name in ("temperature", "top_p", "top_k", "seed", "max_tokens")}
     assert sent == {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": 0, "max_tokens": 7}
@@ -108,7 +108,7 @@ async def test_tool_arguments_travel_as_json_text_and_tools_reach_the_server(
     ]
     server = serve()
     async with connected(server) as target:
-        await target.chat(messages, tools, Sampling(max_tokens=50), {})
+        await target.chat(asking(messages, tools, Sampling(max_tokens=50), {}))
     sent = server.requests[0].body
     assert json.loads(sent["messages"][1]["tool_calls"][0]["function"]["arguments"]) == {"t": 1}
     assert sent["tools"] == tools
@@ -117,7 +117,7 @@ async def test_tool_arguments_travel_as_json_text_and_tools_reach_the_server(
 async def test_a_long_silence_is_one_request_and_a_kept_reply(serve: Callable[..., FaultServer]) -> None:  # P11
     server = serve(fault=lambda text, nth: Fault(silent=1.2))
     async with connected(server) as target:
-        reply = await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+        reply = await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {}))
     assert reply.answer_text == "Four"
     assert len(server.requests) == 1
 
@@ -126,7 +126,7 @@ async def test_a_reply_past_the_deadline_is_not_asked_for_again(serve: Callable[
     server = serve(fault=lambda text, nth: Fault(hang=True))
     async with connected(server, deadline=0.2) as target:
         with pytest.raises(ChatFailed, match=r"no reply within the deadline of 0\.2 s") as failure:
-            await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+            await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {}))
     assert failure.value.passing
     assert len(server.requests) == 1
 
@@ -136,7 +136,7 @@ async def test_a_final_status_is_sent_once(serve: Callable[..., FaultServer], st
     server = serve(fault=lambda text, nth: Fault(status=status))
     async with connected(server) as target:
         with pytest.raises(ChatFailed, match=f"HTTP {status}: as told") as failure:
-            await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+            await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {}))
     assert failure.value.passing is (status in (401, 403, 404))  # these say nothing about the question
     assert len(server.requests) == 1
 
@@ -160,7 +160,7 @@ PASSING = {
 async def test_a_passing_fault_is_met_with_another_try(serve: Callable[..., FaultServer], fault: Fault) -> None:  # P12
     server = serve(fault=lambda text, nth: fault if nth < 3 else None)
     async with connected(server) as target:
-        reply = await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+        reply = await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {}))
     assert reply.answer_text == "Four"
     assert reply.timing["attempts"] == len(server.requests) == 3
 
@@ -169,7 +169,7 @@ async def test_a_fault_that_does_not_pass_ends_after_the_last_try(serve: Callabl
     server = serve(fault=lambda text, nth: Fault(status=503))
     async with connected(server, retries=2) as target:
         with pytest.raises(ChatFailed, match="HTTP 503: as told, 3 tries") as failure:
-            await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+            await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {}))
     assert failure.value.passing
     assert len(server.requests) == 3
 
@@ -177,7 +177,7 @@ async def test_a_fault_that_does_not_pass_ends_after_the_last_try(serve: Callabl
 async def test_retry_after_is_honoured(serve: Callable[..., FaultServer]) -> None:  # P12
     server = serve(fault=lambda text, nth: Fault(status=429, headers={"Retry-After": "1"}) if nth == 1 else None)
     async with connected(server) as target:
-        await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+        await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {}))
     first, second = server.requests
     assert second.at - first.at >= 1.0
 
@@ -186,7 +186,7 @@ async def test_a_prompt_that_does_not_fit_is_named_and_final(serve: Callable[...
     server = serve(max_model_len=10)
     async with connected(server) as target:
         with pytest.raises(ChatFailed, match="prompt_too_long: This model's maximum context length is 10") as failure:
-            await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+            await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {}))
     assert not failure.value.passing
     assert len(server.requests) == 1
 
@@ -194,7 +194,7 @@ async def test_a_prompt_that_does_not_fit_is_named_and_final(serve: Callable[...
 async def test_draining_ends_the_wait_for_another_try(serve: Callable[..., FaultServer]) -> None:
     server = serve(fault=lambda text, nth: Fault(status=429, headers={"Retry-After": "600"}))
     async with connected(server) as target:
-        chat = asyncio.create_task(target.chat(QUESTION, (), Sampling(max_tokens=50), {}))
+        chat = asyncio.create_task(target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {})))
         await asyncio.to_thread(server.wait_for, lambda: len(server.requests) == 1)
         target.drain()
         with pytest.raises(NotSentAgain):
@@ -206,9 +206,9 @@ async def test_requests_spread_over_servers_and_leave_a_failing_one_alone(serve:
     async with connected(well, ill) as target:
         target.endpoints[1].rests_until = 0.0
         target.endpoints[0].in_flight = 1  # the ill one is preferred at first
-        started = asyncio.create_task(target.chat(QUESTION, (), Sampling(max_tokens=50), {}))
+        started = asyncio.create_task(target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {})))
         await asyncio.to_thread(ill.wait_for, lambda: len(ill.requests) == 1)
-        replies = [await target.chat(QUESTION, (), Sampling(max_tokens=50), {}) for _ in range(3)]
+        replies = [await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {})) for _ in range(3)]
         started.cancel()
     assert [reply.answer_text for reply in replies] == ["Four"] * 3
     assert (len(well.requests), len(ill.requests)) == (3, 1)
@@ -245,7 +245,7 @@ async def test_the_key_of_the_named_variable_is_sent(
             pass
     monkeypatch.setenv("TOY_KEY", "sesame\n")  # as `cat file` gives it
     async with connected(server) as target:
-        await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+        await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {}))
     assert server.requests[0].headers["Authorization"] == "Bearer sesame"
 
 
@@ -298,7 +298,7 @@ def test_backoff_doubles_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_says_can_be_cut(serve: Callable[..., FaultServer]) -> None:
     cut = Says(answer="", reasoning="first add 3 and", finish="length", closed=False)
     async with connected(serve(says=lambda text, body: cut)) as target:
-        reply = await target.chat(QUESTION, (), Sampling(max_tokens=50), {})
+        reply = await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {}))
     assert (reply.finish_reason, reply.answer_text) == ("length", None)
 
 
