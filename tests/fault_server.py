@@ -28,6 +28,8 @@ class Says:
     ids: list[int] | None = None
     """Generated ids, where they are not simply those of the text."""
     closed: bool = True
+    tool_calls: list[dict[str, Any]] | None = None
+    """What the server's tool parser reads off the answer."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class FaultServer:
     models_status: int = 200
     requests: list[Request] = field(default_factory=list)
     replied: Counter[str] = field(default_factory=Counter)
+    port: int = 0
+    """0: any free one."""
 
     def __enter__(self) -> FaultServer:
         ready = threading.Event()
@@ -80,6 +84,9 @@ class FaultServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Ends it; fine if it has ended."""
+        if self.loop.is_closed():
+            return
         self.loop.call_soon_threadsafe(self.over.set)
         self.thread.join(10)
 
@@ -110,7 +117,7 @@ class FaultServer:
         app.router.add_get("/version", self._version)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()
         self.port = runner.addresses[0][1]
         ready.set()
@@ -181,12 +188,15 @@ class FaultServer:
         text = ("" if opened or not thought else "<think>") + (says.reasoning or "")
         text += ("</think>" if thought and says.closed else "") + says.answer
         ids = says.ids if says.ids is not None else template.encode(text)
-        ids = [*ids, template.tokenizer.eos_token_id] if says.finish == "stop" and says.ids is None else ids
+        ended = says.finish in ("stop", "tool_calls") and says.ids is None
+        ids = [*ids, template.tokenizer.eos_token_id] if ended else ids
         message: dict[str, Any] = {"role": "assistant", "content": says.answer or None}
         if self.shape in ("reasoning", "reasoning_content"):
             message[self.shape] = says.reasoning
         elif self.shape in ("tags", "cut_in_content"):
             message["content"] = text
+        if says.tool_calls:
+            message |= {"content": None, "tool_calls": says.tool_calls}
         choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": says.finish}
         completion: dict[str, Any] = {"id": "x", "object": "chat.completion", "choices": [choice]}
         if self.ids == "vllm" and body.get("return_token_ids"):

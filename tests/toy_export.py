@@ -12,13 +12,14 @@ from draftsmith.artifacts import Plan, Stage
 from draftsmith.draft.checkpoint import save_draft
 from draftsmith.draft.eagle3 import DraftConfig, Eagle3Draft
 from draftsmith.draft.unroll import Batch
-from draftsmith.export.check import ENGINES, CheckResult, check_export
-from draftsmith.export.stage import write_export
+from draftsmith.export.check import CheckResult, check_export
+from draftsmith.export.stage import engine_config, write_export
 from draftsmith.hidden.store import ShardWriter, States
 from draftsmith.hidden.target_head import TargetHead, save_target_head
 from draftsmith.recipe import Engine, ExportSettings
 from draftsmith.target.weights import HeadWeights
 from draftsmith.trace import Trace, write_traces
+from toy_tokenizer import save_byte_tokenizer
 
 VOCAB, HIDDEN, LAYERS, DRAFTED = 64, 32, 8, 24
 
@@ -114,12 +115,13 @@ class Exported:
     def __init__(self, folder: Path, engine: Engine, settings: ExportSettings | None = None, **changes: Any) -> None:
         self.folder, self.engine = folder, engine
         self.config = toy_config(**changes)
-        self.target = toy_target(self.config)
+        tokenizer = {"name": save_byte_tokenizer(folder.parent / "target", VOCAB)} if engine == "llamacpp" else {}
+        self.target = toy_target(self.config, **tokenizer)
         self.head = toy_head(self.config)
         self.draft = toy_draft(self.config, self.head)
         settings = settings or ExportSettings()
-        config_json = ENGINES[engine].config_json(self.config, self.target, settings.dtype)
-        write_export(folder, engine, config_json, self.draft, self.head, settings)
+        config = engine_config(engine, self.config, self.target, settings)
+        write_export(folder, engine, config, self.draft, self.head, settings)
 
     def check(self) -> CheckResult:
         """The check of the folder as it now is."""

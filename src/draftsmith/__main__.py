@@ -1,7 +1,8 @@
-"""Runs the command line and turns every expected stop into one line on standard error and an exit code."""
+"""Runs the command line and turns every expected stop into a line on standard error and an exit code."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -19,10 +20,14 @@ def main(arguments: list[str] | None = None) -> int:
     # Worker threads that spin while they wait take the core from the one they wait for: on a busy machine of few cores
     # that was seen to cost a factor of ten. Read by OpenMP when torch loads it, later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error does by itself, where the encoding is a poor one
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if not sys.stderr.isatty():  # the bars of libraries would fill a log; read by tqdm when it is loaded, later
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except DraftsmithError as error:
-        return _stop(str(error), error.exit_code)
+        return _stop(str(error), error.exit_code, error.details)
     except CycloptsError as error:
         return _stop(_usage(error), 2)
     except PermissionError as error:
@@ -45,8 +50,9 @@ def _usage(error: CycloptsError) -> str:
     return " ".join(str(error).split()) + "; see --help"
 
 
-def _stop(message: str, code: int) -> int:
-    print(f"draftsmith: {harmless(' '.join(message.splitlines()))}", file=sys.stderr)
+def _stop(message: str, code: int, details: tuple[str, ...] = ()) -> int:
+    lines = [f"draftsmith: {' '.join(message.splitlines())}", *(" ".join(line.splitlines()) for line in details)]
+    print(harmless("\n".join(lines)), file=sys.stderr)
     return code
 
 

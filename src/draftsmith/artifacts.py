@@ -32,6 +32,8 @@ PLAN = "plan.json"
 PROGRESS = "progress.json"
 NOTES = (PLAN, PROGRESS)
 """What a half-made folder holds besides the stage's own files."""
+GUESTS = ("served.json", "served-rounds.json", "payoff.json", "serving.json", "diagnosis.json")
+"""Files that other commands lay beside a stage's own: no part of it, they outlive its being made again."""
 VERSIONED = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "pyarrow", "numpy")
 
 
@@ -92,6 +94,24 @@ def write_json(path: Path, value: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a name beside `path`; what was written there becomes `path` when the block ends well: whole or not at all.
+
+    Raises:
+        OSError: no room, or the disk is failing; `path` is as it was.
+    """
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        yield beside
+        sync(beside)
+        os.replace(beside, path)
+        sync(path.parent)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def sync(path: Path) -> None:
@@ -171,6 +191,7 @@ def build(
     make: Callable[[Stage], dict[str, Any]],
     *,
     force: bool = False,
+    new_run: bool = False,
     invalidates: tuple[str, ...] = (),
 ) -> tuple[dict[str, Any], bool]:
     """Makes one stage folder, or finds it made.
@@ -180,6 +201,7 @@ def build(
         plan: what the stage is made from.
         make: writes into `Stage.work` and returns counts for the manifest.
         force: replace a folder that was made from another plan.
+        new_run: begin anew, whatever is there; what is there gets another name.
         invalidates: stages that depend on this one, for the message.
 
     Returns:
@@ -189,6 +211,8 @@ def build(
         UserError: a folder made from another plan is in the way, or the disk is full.
     """
     final, work = run / plan.stage, run / f"{plan.stage}.partial"
+    if new_run:
+        _set_aside(final, work)
     found = status(run, plan)
     if found.kind == "done":
         return manifest(run, plan.stage), False
@@ -198,7 +222,7 @@ def build(
         begun = f"{final}: was made from" if final.exists() else f"{work}: was begun with"
         raise UserError(
             f"{begun} other settings or inputs: {'; '.join(found.changes)}; "
-            f"--force makes it again{also}, or use another --run"
+            f"--force makes it again{also}, or use another --run{_or_new_run(plan)}"
         )
     if work.exists() and not _same(work / PLAN, plan):
         shutil.rmtree(work)
@@ -215,6 +239,9 @@ def build(
             shutil.rmtree(work, ignore_errors=True)
         raise
     if final.exists():
+        for guest in GUESTS:
+            if (final / guest).exists():
+                shutil.copy2(final / guest, work / guest)
         shutil.rmtree(final)
     os.replace(work, final)
     sync(run)
@@ -225,14 +252,19 @@ def build(
 
 @contextmanager
 def room_on_disk(folder: Path) -> Iterator[None]:
-    """Turns a full disk into one line.
+    """Turns a full or read-only disk into one line.
 
     Raises:
-        UserError: a write in the block met a full disk or a quota.
+        UserError: a write in the block met a full disk, a quota, or a place that cannot be written.
     """
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EROFS:
+            place = error.filename or folder
+            raise UserError(
+                f"{place}: cannot be written ({error.strerror}); make it writable, or choose another --run"
+            ) from None
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         free = shutil.disk_usage(folder).free
@@ -251,7 +283,7 @@ def locked(run: Path) -> Iterator[None]:
     """
     try:
         run.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(run / ".lock", timeout=0)
+        lock = FileLock(run / ".lock", timeout=0.2)  # `busy` takes it for an instant
         lock.acquire()
     except Timeout:
         raise UserError(
@@ -263,6 +295,35 @@ def locked(run: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def busy(run: Path) -> bool:
+    """Whether a process works in the run folder, as its lock tells; also where that cannot be told."""
+    if not (run / ".lock").exists():
+        return False
+    try:
+        with FileLock(run / ".lock", timeout=0):
+            return False
+    except OSError:  # held (filelock's Timeout is one), or no permission to try
+        return True
+
+
+def _or_new_run(plan: Plan) -> str:
+    """What capture has made was paid for, so it can be kept beside."""
+    captured = plan.settings.get("made_by") == "capture"
+    return ", or keep this under another name with --new-run" if captured else ""
+
+
+def _set_aside(*folders: Path) -> None:
+    """Gives folders a dated name beside; nothing is deleted."""
+    date = time.strftime("%Y-%m-%dT%H-%M-%S")
+    for folder in folders:
+        if folder.exists():
+            other = folder.with_name(f"{folder.name}.{date}")
+            while other.exists():
+                other = other.with_name(other.name + "+")
+            os.replace(folder, other)
+            sync(folder.parent)
 
 
 def _changes(found: dict[str, Any], plan: Plan, ignored: frozenset[str] = frozenset()) -> tuple[str, ...]:

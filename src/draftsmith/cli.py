@@ -7,6 +7,7 @@ resumable.
 from __future__ import annotations
 
 import json as json_library
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,14 +17,22 @@ from rich.table import Table
 
 from draftsmith import __version__, pipeline
 from draftsmith.artifacts import Status
+from draftsmith.errors import GateStop, UserError
 from draftsmith.progress import Progress, harmless
 from draftsmith.recipe import (
     CaptureSettings,
+    DatasetSettings,
+    DiagnoseSettings,
+    Engine,
     ExportSettings,
     ExtractSettings,
     ImportSettings,
+    InspectSettings,
     MeasureSettings,
+    PayoffSettings,
     ReportSettings,
+    ServedSettings,
+    ServeSettings,
     Settings,
     TrainSettings,
     VocabSettings,
@@ -45,16 +54,37 @@ Flat = Parameter(name="*")
 
 
 @app.command
+def probe(
+    url: Annotated[str, Parameter(help="Base URL of an OpenAI-compatible server.")],
+    *,
+    settings: Annotated[CaptureSettings, Flat] = CaptureSettings(),
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """What a server returns, and whether a capture from it can be trusted; takes the flags the capture will have."""
+    from draftsmith.capture import probing
+
+    asked = settings.model_copy(update={"server": [url, *settings.server]})
+    verdict = probing.probe_command(asked, Progress(quiet=quiet or json))
+    print(json_library.dumps(verdict.as_json(), ensure_ascii=False) if json else probing.screen(verdict))
+    if verdict.fatal:
+        raise GateStop(f"{verdict.url}: not fit for a capture: {verdict.fatal[0].text}")
+
+
+@app.command
 def capture(
     *,
     run: Run,
     settings: Annotated[CaptureSettings, Flat] = CaptureSettings(),
+    new_run: Annotated[
+        bool, Parameter(negative=(), help="Begin anew; what is there is kept under a dated name beside.")
+    ] = False,
     force: Force = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Questions in, traces out: what the target itself thinks and answers, token-exact."""
-    _stage(run, "capture", settings, force, json, quiet)
+    _stage(run, "capture", settings, force, json, quiet, new_run)
 
 
 @app.command(name="import")
@@ -68,6 +98,50 @@ def import_(
 ) -> None:
     """A dataset's own answers as traces, to compare a draft trained on static text with one trained on captures."""
     _stage(run, "import", settings, force, json, quiet)
+
+
+@app.command
+def inspect(
+    path: Annotated[Path, Parameter(help="Run or traces folder, or another tool's JSONL, Parquet or folder.")],
+    *,
+    settings: Annotated[InspectSettings, Flat] = InspectSettings(),
+    html: Annotated[Path | None, Parameter(help="Also write one self-contained page.")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """How much training data there is, how exact and how long it is, and what is wrong with it."""
+    from draftsmith.data import inspect as data_inspect
+    from draftsmith.report import inspection
+
+    found = data_inspect.inspect(path, settings, Progress(quiet=quiet or json))
+    if html is not None:
+        inspection.write_inspection_page(html, found)
+    if json:
+        print(json_library.dumps(found.as_json(), ensure_ascii=False))
+    else:
+        inspection.print_inspection(found, Console(highlight=False))
+
+
+@app.command(name="export-dataset")
+def export_dataset(
+    *,
+    out: Annotated[Path, Parameter(help="Folder to make.")],
+    run: Annotated[Path | None, Parameter(help="Run folder whose traces are written.")] = None,
+    traces: Annotated[Path | None, Parameter(help="Traces folder, instead of --run.")] = None,
+    settings: Annotated[DatasetSettings, Flat] = DatasetSettings(),
+    force: Annotated[bool, Parameter(negative=(), help="Replace a dataset that is there.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Traces as training data of speculators or SpecForge, or as a Hugging Face dataset with a card."""
+    from draftsmith.data import exporting
+
+    progress = Progress(quiet=quiet or json)
+    counts = exporting.export_dataset(exporting.traces_folder(run, traces), out, settings, progress, force=force)
+    if json:
+        print(json_library.dumps(counts))
+    else:
+        progress.say(f"{out}: done ({pipeline.summary(counts)})")
 
 
 @app.command
@@ -109,7 +183,11 @@ def train(
     _stage(run, "train", settings, force, json, quiet)
 
 
-@app.command
+export_app = App(name="export")
+app.command(export_app)
+
+
+@export_app.default
 def export(
     *,
     run: Run,
@@ -122,24 +200,113 @@ def export(
     _stage(run, "export", settings, force, json, quiet)
 
 
+@export_app.command
+def check(
+    path: Annotated[Path, Parameter(help="Run folder, whose exports are checked again, or anybody's draft folder.")],
+    *,
+    engine: Annotated[
+        Engine | None, Parameter(help="By whose rules; default: the format that the folder is in.")
+    ] = None,
+    run: Annotated[Path | None, Parameter(help="Run folder, for its target's head and held-out rows.")] = None,
+    compare: Annotated[Path | None, Parameter(help="Draft folder whose names, shapes and config are wanted.")] = None,
+    json: Json = False,
+) -> None:
+    """What an engine reads, assumes, ignores and drops of a draft, and whether it computes what was trained."""
+    from draftsmith.export import checking
+
+    found = checking.check_path(path, engine, run, compare)
+    print(json_library.dumps(found.to_json(), ensure_ascii=False) if json else found.text())
+    if found.faults:
+        raise UserError(found.verdict)
+
+
 @app.command
 def measure(
     *,
     run: Run,
     settings: Annotated[MeasureSettings, Flat] = MeasureSettings(),
+    served: Annotated[ServedSettings, Flat] = ServedSettings(),
     force: Force = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Acceptance length, losslessness and speed on held-out questions."""
+    """Acceptance length, losslessness and speed on held-out questions; with --server, on engines that serve them."""
+    if served.server or served.baseline_server:
+        from draftsmith.measure import served as measured
+        from draftsmith.measure.summary import served_table
+
+        result = measured.measure_served(run, settings, served, Progress(quiet=quiet or json))
+        if json:
+            print(json_library.dumps(result, ensure_ascii=False))
+        else:
+            Console(highlight=False).print(served_table(result), markup=False)
+        return
     _stage(run, "measure", settings, force, False, quiet)
     _results({"": run}, json)
+
+
+@app.command
+def diagnose(
+    run: Run,
+    *,
+    settings: Annotated[DiagnoseSettings, Flat] = DiagnoseSettings(),
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Which link of the chain makes acceptance low, and what to change: measured link by link, with suspects tried."""
+    from draftsmith.measure import diagnose as diagnosing
+    from draftsmith.measure.diagnosis_words import print_diagnosis
+
+    found = diagnosing.diagnose(run, settings, Progress(quiet=quiet or json))
+    if json:
+        print(json_library.dumps(found.to_json(), ensure_ascii=False))
+    else:
+        print_diagnosis(found, Console(highlight=False))
+
+
+@app.command
+def payoff(
+    *,
+    run: Run,
+    settings: Annotated[PayoffSettings, Flat] = PayoffSettings(),
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """What a draft would gain, from step times and acceptance: by draft tokens and requests at a time."""
+    from draftsmith.measure.paying import payoff_table, work_out
+
+    found = work_out(run, settings, Progress(quiet=quiet or json))
+    if json:
+        print(json_library.dumps(found, ensure_ascii=False))
+        return
+    Console(highlight=False).print(payoff_table(found), markup=False)
+    for line in (*found["words"], found["bigger_target"]):
+        print(line)
+    print(f"(acceptance: {found['acceptance_from']}; steps: {found['steps_from']})")
 
 
 @app.command
 def report(*, run: Run, json: Json = False, quiet: Quiet = False) -> None:
     """One self-contained HTML page about the run."""
     _stage(run, "report", ReportSettings(), False, json, quiet)
+
+
+@app.command
+def serve(
+    run: Run,
+    *extra: Annotated[str, Parameter(help="After --: further arguments for the engine, as it knows them.")],
+    settings: Annotated[ServeSettings, Flat] = ServeSettings(),
+    dry_run: Annotated[bool, Parameter(negative=(), help="Print the command and start nothing.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """An engine with the run's target and draft, until Ctrl-C; --baseline serves the target alone."""
+    from draftsmith.serve import commands, process
+
+    launch = commands.launch_of(run, settings, extra)
+    if dry_run:
+        print(shlex.join(commands.command(launch)))
+    else:
+        process.serve(launch, run / f"serve-{launch.engine}.log", Progress(quiet=quiet), settings.wait)
 
 
 @app.command
@@ -155,6 +322,17 @@ def status(run: Run, *, json: Json = False) -> None:
     for name, state in found.items():
         table.add_row(name, state.kind, harmless("; ".join(state.changes) or pipeline.summary(state.counts)))
     Console(highlight=False).print(table, markup=False)
+
+
+@app.command
+def watch(run: Annotated[Path, Parameter(help="Run folder that something works in.")], *, json: Json = False) -> None:
+    """What works in a run folder right now, followed from another terminal; --json prints how it stands, once."""
+    from draftsmith import watching
+
+    if json:
+        print(json_library.dumps(watching.look(run)))
+    else:
+        watching.follow(run, Console(highlight=False))
 
 
 @app.command(name="run")
@@ -180,6 +358,7 @@ def run_(
     arms = {arm: folder / arm for arm in loaded.arms} or {"": folder}
     _results(arms, json)
     if not json:
+        _served_words(arms)
         print(f"report: {folder / 'report' / 'report.html'}")
 
 
@@ -196,9 +375,11 @@ def demo(
     run_(recipe_path("smollm2"), run=run, json=json, quiet=quiet)
 
 
-def _stage(run: Path, command: str, settings: Settings, force: bool, json: bool, quiet: bool) -> None:
+def _stage(
+    run: Path, command: str, settings: Settings, force: bool, json: bool, quiet: bool, new_run: bool = False
+) -> None:
     progress = Progress(quiet=quiet)
-    manifest, made = pipeline.run_stage(run, command, settings, progress, force=force)
+    manifest, made = pipeline.run_stage(run, command, settings, progress, force=force, new_run=new_run)
     if json:
         print(json_library.dumps(manifest, ensure_ascii=False))
     else:
@@ -219,6 +400,22 @@ def _results(arms: dict[str, Path], json: bool) -> None:
         Console().print(comparison_table(files))
     else:
         Console().print(result_table(next(iter(files.values()))))
+
+
+def _served_words(arms: dict[str, Path]) -> None:
+    from draftsmith.measure.serving_view import SERVING, serving_words
+    from draftsmith.measure.summary import served_table
+
+    for arm, folder in arms.items():
+        file = folder / "measure" / SERVING
+        if not file.exists():
+            continue
+        found = json_library.loads(file.read_text(encoding="utf-8"))
+        print(f"\nserved by {found['engine']}{f' ({arm})' if arm else ''}:")
+        served = json_library.loads((folder / "measure" / "served.json").read_text(encoding="utf-8"))
+        Console(highlight=False).print(served_table(served), markup=False)
+        for line in serving_words(found):
+            print(f"- {line}")
 
 
 def _as_json(state: Status) -> dict[str, Any]:

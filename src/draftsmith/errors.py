@@ -11,6 +11,8 @@ class DraftsmithError(Exception):
     """Base of the expected stops; `exit_code` is what the process returns."""
 
     exit_code = 1
+    details: tuple[str, ...] = ()
+    """Lines that are shown below the message."""
 
 
 class UserError(DraftsmithError):
@@ -23,6 +25,10 @@ class GateStop(DraftsmithError):
     """A quality gate stopped the run: what was captured is kept and the run can go on after a look."""
 
     exit_code = 3
+
+    def __init__(self, message: str, details: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.details = details
 
 
 class Interrupted(DraftsmithError):

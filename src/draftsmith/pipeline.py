@@ -16,7 +16,7 @@ from typing import Any
 from draftsmith import artifacts
 from draftsmith.artifacts import Plan, Status
 from draftsmith.errors import UserError
-from draftsmith.progress import Progress, clock, shown
+from draftsmith.progress import EVENTS, Progress, clock, shown
 from draftsmith.recipe import (
     CaptureSettings,
     ExportSettings,
@@ -25,6 +25,7 @@ from draftsmith.recipe import (
     MeasureSettings,
     Recipe,
     ReportSettings,
+    ServingSettings,
     Settings,
     TrainSettings,
     VocabSettings,
@@ -32,7 +33,6 @@ from draftsmith.recipe import (
 )
 
 RECIPE = "recipe.json"
-EVENTS = "events.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,8 @@ def plan(run: Path, command: str, settings: Settings) -> Plan:
     if command == "report":
         there = [folder for folder in REPORTED if (run / folder / artifacts.MANIFEST).exists()]
         inputs = {folder: str(artifacts.manifest(run, folder)["fingerprint"]) for folder in there}
+        guests = [run / "measure" / name for name in artifacts.GUESTS]
+        inputs |= {guest.stem: artifacts.fingerprint_file(guest) for guest in guests if guest.exists()}
     if isinstance(settings, CaptureSettings | ImportSettings):
         inputs |= _question_inputs(settings)
     if isinstance(settings, MeasureSettings) and settings.questions is not None:
@@ -94,9 +96,11 @@ def plan(run: Path, command: str, settings: Settings) -> Plan:
 
 
 def run_stage(
-    run: Path, command: str, settings: Settings, progress: Progress, *, force: bool = False
+    run: Path, command: str, settings: Settings, progress: Progress, *, force: bool = False, new_run: bool = False
 ) -> tuple[dict[str, Any], bool]:
     """Makes one stage, or finds it made; returns its manifest and whether it was made now.
+
+    Args: as `artifacts.build`.
 
     Raises:
         DraftsmithError: as the stage does; what it finished is kept.
@@ -112,7 +116,9 @@ def run_stage(
     replace = force or command == "report"
     with artifacts.locked(run):
         progress.events = run / EVENTS
-        return artifacts.build(run, the_plan, make, force=replace, invalidates=downstream(kind.folder))
+        with progress.command(command):
+            later = downstream(kind.folder)
+            return artifacts.build(run, the_plan, make, force=replace, new_run=new_run, invalidates=later)
 
 
 def downstream(folder: str) -> tuple[str, ...]:
@@ -141,9 +147,24 @@ def run_recipe(recipe: Recipe, run: Path, progress: Progress, *, force: bool = F
     with artifacts.locked(run), artifacts.room_on_disk(run):
         artifacts.write_json(run / RECIPE, recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
     for command, settings in chain(recipe):
+        if command == "report" and recipe.serving is not None:  # the page shows what is served as well
+            _serve(recipe, recipe.serving, run, progress)
         manifest, made = run_stage(run, command, settings, progress, force=force)
         took = f"done in {clock(manifest['seconds'])}" if made else "already done, skipped"
         progress.say(f"{command}: {took} ({summary(manifest['counts'])})")
+
+
+def _serve(recipe: Recipe, settings: ServingSettings, run: Path, progress: Progress) -> None:
+    from draftsmith.measure.serving_view import finished
+
+    found = finished(run, settings, recipe.measure)
+    how = "already done, skipped" if found else "done"
+    if found is None:
+        from draftsmith.measure.serving import serve_and_measure
+
+        found = serve_and_measure(run, settings, recipe.measure, progress)
+    lossless = "outputs equal the baseline's" if found["lossless"] else "outputs differ from the baseline's"
+    progress.say(f"serving: {how} ({settings.engine}, {lossless})")
 
 
 def chain(recipe: Recipe) -> Iterator[tuple[str, Settings]]:

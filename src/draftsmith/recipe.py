@@ -19,8 +19,10 @@ from draftsmith.errors import UserError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Family = Literal["auto", "none", "think", "kimi", "gpt-oss", "custom"]
-Engine = Literal["vllm", "speculators", "sglang"]
+Engine = Literal["vllm", "speculators", "sglang", "llamacpp"]
+DatasetFormat = Literal["speculators", "specforge", "hf"]
 S = TypeVar("S", bound=BaseModel)
+UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def _runtime(description: str, **constraints: Any) -> Any:
@@ -85,13 +87,15 @@ class QuestionSettings(Settings):
 class GateLimits(Settings):
     """Shares of the replies looked at (the first ones, then a sliding window) above which the quality gate acts."""
 
-    first: Annotated[int, Field(ge=4, le=64, description="Replies before its first verdict.")] = 32
+    first: Annotated[int, Field(ge=8, le=64, description="Replies before its first verdict on shares.")] = 32
     window: Annotated[int, Field(ge=32, description="Latest replies that every later verdict is about.")] = 512
-    without_reasoning: Annotated[float, Field(ge=0, le=1, description="No reasoning although the mode thinks.")] = 0.5
-    cut: Annotated[float, Field(ge=0, le=1, description="Cut off by the token budget.")] = 0.7
+    without_reasoning: Annotated[
+        float, Field(ge=0, le=1, description="Reasoning missing, or there though switched off.")
+    ] = 0.5
+    cut: Annotated[float, Field(ge=0, le=1, description="Cut off, in reasoning or answer.")] = 0.8
     empty: Annotated[float, Field(ge=0, le=1, description="Ended with an empty answer.")] = 0.3
     loops: Annotated[float, Field(ge=0, le=1, description="Repeating themselves.")] = 0.4
-    delimiters: Annotated[float, Field(ge=0, le=1, description="Think delimiters missing, doubled or nested.")] = 0.5
+    delimiters: Annotated[float, Field(ge=0, le=1, description="Think delimiters missing, doubled or nested.")] = 0.7
     duplicates: Annotated[float, Field(ge=0, le=1, description="Equal to the reply to another question.")] = 0.3
     rejected: Annotated[float, Field(ge=0, le=1, description="Not fit to train on, for whatever reason.")] = 0.5
     failed: Annotated[float, Field(ge=0, le=1, description="Requests that got no reply.")] = 0.5
@@ -141,6 +145,12 @@ class CaptureSettings(QuestionSettings):
     dtype: Annotated[Dtype, Field(description="Compute type of --local; auto: bfloat16 where it is native.")] = "auto"
     device: Annotated[str, _runtime("Torch device of --local; auto: cuda where there is one.")] = "auto"
 
+    @field_validator("wait")
+    @classmethod
+    def _a_time(cls, wait: str) -> str:
+        seconds_of(wait)
+        return wait
+
     @field_serializer("server", when_used="json")
     def _shown_servers(self, urls: list[str]) -> list[str]:
         return [without_credentials(url) for url in urls]
@@ -148,6 +158,31 @@ class CaptureSettings(QuestionSettings):
 
 class ImportSettings(QuestionSettings):
     """A dataset's own answers as traces: static text, for comparison."""
+
+
+class InspectSettings(Settings):
+    """What `inspect` shows, and what it is told about the target."""
+
+    tokenizer: Annotated[
+        str | None, Field(description="The target's tokenizer: folder or hub id; default: the one the traces name.")
+    ] = None
+    thinking: Annotated[Family, Field(description="Family of think delimiters of another tool's data.")] = "auto"
+    think_open: Annotated[str, Field(description="Opening delimiter for --thinking custom.")] = ""
+    think_close: Annotated[str, Field(description="Closing delimiter for --thinking custom.")] = ""
+    longest: Annotated[int, Field(ge=0, description="Name the N longest replies.")] = 5
+    examples: Annotated[int, Field(ge=0, description="Show N replies, coloured by what the draft learns.")] = 3
+    seed: Annotated[int, Field(ge=0, description="Chooses the examples.")] = 0
+    trust_remote_code: Annotated[bool, Field(description="Run code that comes with the tokenizer.")] = False
+
+
+class DatasetSettings(Settings):
+    """Traces as other tools' training data."""
+
+    format: Annotated[DatasetFormat, Field(description="Whose format to write.")] = "hf"
+    tokenizer: Annotated[
+        str | None, Field(description="The target's tokenizer, for text columns; default: the one the traces name.")
+    ] = None
+    trust_remote_code: Annotated[bool, Field(description="Run code that comes with the tokenizer.")] = False
 
 
 class VocabSettings(Settings):
@@ -217,6 +252,14 @@ class ExportSettings(Settings):
         "bfloat16"
     )
     embeddings: Annotated[bool, Field(description="Include the target's embedding in the export.")] = True
+    target_gguf: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        Field(description="llamacpp: write the target as GGUF too, in this type (Llama targets)."),
+    ] = None
+    gguf_tokenizer: Annotated[
+        str | None,
+        Field(description="llamacpp: a GGUF file of the target to copy the tokenizer from; default: the target's own."),
+    ] = None
 
 
 class MeasureSettings(Settings):
@@ -242,6 +285,129 @@ class MeasureSettings(Settings):
     trust_remote_code: Annotated[bool, Field(description="Run code that comes with the model.")] = False
 
 
+class ServedSettings(Settings):
+    """Served engines to measure: the same prompts to one with the draft and one without."""
+
+    server: Annotated[str | None, Field(description="Base URL of the engine that serves the draft.")] = None
+    baseline_server: Annotated[str | None, Field(description="Base URL of an engine that serves the target alone.")] = (
+        None
+    )
+    concurrency: Annotated[
+        list[Annotated[int, Field(ge=1)]], Field(min_length=1, description="Requests at a time; repeat for several.")
+    ] = [1]
+    model: Annotated[str | None, Field(description="Model name the servers know; default: the one they serve.")] = None
+    api_key_env: Annotated[str, _runtime("Environment variable that holds the API key.")] = "OPENAI_API_KEY"
+
+
+class PayoffSettings(Settings):
+    """Step times and acceptance to work out a draft's payoff from."""
+
+    acceptance: Annotated[
+        list[Annotated[float, Field(ge=0, le=1)]],
+        Field(description="Assumed acceptance per position, repeat for later ones; default: as measured."),
+    ] = []
+    draft_tokens_up_to: Annotated[int, Field(ge=1, le=16, description="Draft tokens to work out at most.")] = 8
+    draft_tokens: Annotated[
+        int, Field(ge=1, le=16, description="Draft tokens that --verify-ms, or an estimate on a plain server, is for.")
+    ] = 4
+    server: Annotated[str | None, Field(description="Base URL of an engine that serves the draft: steps with it.")] = (
+        None
+    )
+    baseline_server: Annotated[
+        str | None, Field(description="Base URL of an engine that serves the target alone: plain steps.")
+    ] = None
+    concurrency: Annotated[
+        list[Annotated[int, Field(ge=1)]], Field(min_length=1, description="Requests at a time; repeat for several.")
+    ] = [1]
+    target_ms: Annotated[
+        list[str], Field(description="A plain step, as CONCURRENCY:MILLISECONDS; repeat for several.")
+    ] = []
+    verify_ms: Annotated[list[str], Field(description="A target forward over --draft-tokens + 1 tokens.")] = []
+    draft_ms: Annotated[list[str], Field(description="One draft step.")] = []
+    draft_share: Annotated[
+        float | None, Field(ge=0, description="A draft step as a share of a plain one; default: by their weights.")
+    ] = None
+    questions: Annotated[
+        str | None, Field(description="Questions to time steps on; default: the run's own held-out split.")
+    ] = None
+    max_tokens: Annotated[int, Field(ge=8, description="Generated tokens of a timed reply at most.")] = 64
+    rounds: Annotated[int, Field(ge=1, description="Timed rounds per concurrency, after a warm-up.")] = 3
+    model: Annotated[str | None, Field(description="Model name the servers know; default: the one they serve.")] = None
+    api_key_env: Annotated[str, _runtime("Environment variable that holds the API key.")] = "OPENAI_API_KEY"
+
+
+class DiagnoseSettings(Settings):
+    """Which link of the chain makes acceptance low."""
+
+    server: Annotated[str | None, Field(description="Base URL of the engine that serves the draft.")] = None
+    model: Annotated[str | None, Field(description="Model name the server knows; default: the one it serves.")] = None
+    draft: Annotated[
+        str | None, Field(description="A draft folder of anybody's; default: the run's own, trained and exported.")
+    ] = None
+    engine: Annotated[
+        Engine | None, Field(description="As whose files the draft is read; default: what was exported.")
+    ] = None
+    questions: Annotated[
+        str | None, Field(description="Questions as they are served, to compare with those trained on.")
+    ] = None
+    template_options: Annotated[
+        dict[str, Any], Field(description="Chat template options of the serving, e.g. thinking, for --questions.")
+    ] = {}
+    limit: Annotated[int, Field(ge=1, description="Held-out questions (and training ones) to look at, at most.")] = 24
+    draft_tokens: Annotated[int, Field(ge=1, le=16, description="Tokens the draft proposes per step.")] = 4
+    target: Annotated[str | None, Field(description="Model folder, hub id or smollm2; default: extract's.")] = None
+    device: Annotated[str, Field(description="Torch device; auto: cuda where there is one.")] = "auto"
+    trust_remote_code: Annotated[bool, Field(description="Run code that comes with the model.")] = False
+
+    @field_validator("template_options")
+    @classmethod
+    def _typed_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """As in `QuestionSettings`."""
+        return {name: _number(value) for name, value in options.items()}
+
+
+class ServeSettings(Settings):
+    """An engine with this run's target and draft."""
+
+    engine: Annotated[Engine | None, Field(description="Exported format to serve; default: what was exported.")] = None
+    baseline: Annotated[bool, Field(description="Without the draft.")] = False
+    host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535, description="Port to listen on.")] = 8000
+    draft_tokens: Annotated[
+        int | None, Field(ge=1, le=16, description="Tokens the draft proposes per step; default: as measured, else 3.")
+    ] = None
+    context: Annotated[
+        int | None, Field(ge=16, description="Ids of a request at most; default: the target's (llama.cpp: 8192 of it).")
+    ] = None
+    parallel: Annotated[int | None, Field(ge=1, description="Requests at a time; default: the engine's own.")] = None
+    dtype: Annotated[Dtype, Field(description="Type the engine computes in; auto: the target's own.")] = "auto"
+    target: Annotated[
+        str | None, Field(description="Model folder, hub id or (llama.cpp) GGUF file; default: the run's own.")
+    ] = None
+    python: Annotated[
+        str | None,
+        Field(
+            description="Interpreter of the engine's environment; default: DRAFTSMITH_VLLM_PYTHON for vLLM, or this."
+        ),
+    ] = None
+    wait: Annotated[float, Field(gt=0, description="Seconds until it must answer.")] = 1800.0
+
+
+class ServingSettings(Settings):
+    """Start the run's engines, with the draft and without, and measure there what the reference decoder measured."""
+
+    engine: Annotated[Engine, Field(description="Exported format to serve.")] = "llamacpp"
+    python: Annotated[str | None, _runtime("Interpreter of the engine's environment; default: as for `serve`.")] = None
+    concurrency: Annotated[
+        list[Annotated[int, Field(ge=1)]], Field(min_length=1, description="Requests at a time.")
+    ] = [1]
+    limit: Annotated[int, Field(ge=1, description="Prompts of a timed round.")] = 16
+    rounds: Annotated[int, Field(ge=1, description="Timed rounds, draft and baseline in turn.")] = 3
+    context: Annotated[int | None, Field(ge=16, description="Ids of a request at most.")] = 1024
+    dtype: Annotated[Dtype, Field(description="Type the engine computes in; auto: the target's own.")] = "auto"
+    extra: Annotated[list[str], Field(description="Further arguments for the engine.")] = []
+
+
 class ReportSettings(Settings):
     """The report shows what is there; it has no settings."""
 
@@ -258,6 +424,7 @@ class Recipe(Settings):
     train: TrainSettings = TrainSettings()
     export: ExportSettings = ExportSettings()
     measure: MeasureSettings = MeasureSettings()
+    serving: ServingSettings | None = None
     arms: dict[str, dict[str, Any]] = {}
 
 
@@ -312,6 +479,22 @@ def without_credentials(url: str) -> str:
     except ValueError:
         return url.rpartition("@")[2]
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def seconds_of(wait: str) -> float:
+    """Seconds of a `--wait`: `90s`, `30m`, `2h`, or a plain number of seconds.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    number, unit = (wait[:-1], wait[-1:]) if wait[-1:] in UNIT_SECONDS else (wait, "s")
+    try:
+        seconds = float(number) * UNIT_SECONDS[unit]
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UserError(f"wait: expected a time such as 90s, 30m or 2h, found {wait!r}")
+    return seconds
 
 
 def validated(kind: type[S], values: dict[str, Any], name: str) -> S:

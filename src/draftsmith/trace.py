@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,11 +109,10 @@ def supervised_rows(prompt_length: int, total_length: int, ttt_step: int = 0) ->
     return range(prompt_length - 1, max(prompt_length - 1, total_length - 2 - ttt_step))
 
 
-def as_row(trace: Trace) -> dict[str, Any]:
-    """The trace as a row of SCHEMA."""
-    row = asdict(trace)
-    del row["extra"]
-    return row
+def as_table(traces: Sequence[Trace]) -> pa.Table:
+    """The traces as rows of SCHEMA."""
+    columns = [pa.array([getattr(trace, field.name) for trace in traces], field.type) for field in SCHEMA]
+    return pa.table(columns, schema=SCHEMA)
 
 
 def from_row(row: dict[str, Any]) -> Trace:
@@ -126,8 +125,7 @@ def from_row(row: dict[str, Any]) -> Trace:
 
 def write_traces(path: Path, traces: Sequence[Trace], metadata: dict[str, str]) -> None:
     """Writes one Parquet file (zstd) with `metadata` under the key `draftsmith` of the schema metadata."""
-    schema = SCHEMA.with_metadata({"draftsmith": json.dumps(metadata, sort_keys=True)})
-    table = pa.Table.from_pylist([as_row(trace) for trace in traces], schema=schema)
+    table = as_table(traces).replace_schema_metadata({"draftsmith": json.dumps(metadata, sort_keys=True)})
     pq.write_table(table, path, compression="zstd")
 
 

@@ -1,33 +1,21 @@
-"""A real vLLM server on CPU, started once per test session."""
+"""Real servers on CPU, each started once per test session: vLLM, and llama.cpp out of the package xllamacpp."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import signal
-import socket
 import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from real_servers import Vllm, llamacpp
+
 REPOSITORY = Path(__file__).parents[2]
 OTHER_PYTHON = "DRAFTSMITH_VLLM_PYTHON"
 """Environment variable with the interpreter of another environment that has vLLM, instead of `make vllm`'s."""
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",  # the target in the test's own process wants the same few cores
-}
-READY_SECONDS = 300.0
-SERVED_AS = "smollm2"
 TRAPS = {"temperature": 1.5, "top_k": 3, "top_p": 0.5, "min_p": 0.3, "repetition_penalty": 1.6}
 """Sampling defaults in the served folder's generation_config.json: they change whatever reply leaves one open (P05)."""
 
@@ -61,68 +49,36 @@ def trapped_smollm2(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> s
 
 
 @pytest.fixture(scope="session")
-def vllm_server(vllm_python: str, trapped_smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Base URL of vLLM in float32 with a context of 1024 ids, serving `trapped_smollm2` under the name smollm2."""
-    log = tmp_path_factory.mktemp("vllm") / "server.log"
-    port = free_port()
-    command = [
-        *(vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
-        *("--model", trapped_smollm2, "--served-model-name", SERVED_AS),
-        *("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16", "--enforce-eager"),
-    ]
-    with open(log, "wb") as output:
-        # A session of its own, so that the engine's child processes die with it.
-        server = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | ENVIRONMENT,
-            cwd=log.parent,
-            start_new_session=True,
-        )
+def vllm(vllm_python: str, trapped_smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
+    """vLLM serving `trapped_smollm2` under the name smollm2. A test that restarts it waits until it is ready."""
+    server = Vllm(vllm_python, trapped_smollm2, tmp_path_factory.mktemp("vllm"))
+    server.start()
     try:
-        wait_until_healthy(f"http://127.0.0.1:{port}/health", server, log)
-        yield f"http://127.0.0.1:{port}"
+        server.ready()
+        yield server
     finally:
-        stop(server)
+        server.stop()
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
+@pytest.fixture(scope="session")
+def vllm_server(vllm: Vllm) -> str:
+    """Base URL of `vllm`."""
+    return vllm.url
 
 
-def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + READY_SECONDS
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            ended, late = server.poll() is not None, time.monotonic() > until
-        if ended or late:
-            what = f"ended with status {server.returncode}" if ended else f"is not ready after {READY_SECONDS:g} s"
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
-            pytest.fail(f"vLLM {what}:\n{tail}")
-        time.sleep(0.5)
+@pytest.fixture(scope="session")
+def smollm2_gguf(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The converted model as a float32 GGUF file: greedy texts must not hang on rounding."""
+    from draftsmith.export.gguf import write_target_gguf
+
+    path = tmp_path_factory.mktemp("gguf") / "smollm2-f32.gguf"
+    write_target_gguf(Path(smollm2), path, "float32")
+    return path
 
 
-def stop(server: subprocess.Popen[bytes]) -> None:
-    """Asks, then kills whatever is left of the server's session."""
-    os.killpg(server.pid, signal.SIGTERM)
-    try:
-        server.wait(20)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        kill_group(server.pid)
-        server.wait()
-
-
-def kill_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:  # all of it has ended
-        return
+@pytest.fixture(scope="session")
+def llamacpp_server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Base URL of llama.cpp serving `smollm2_gguf`: 4 slots of 1024 ids each."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed (extra llamacpp)")
+    with llamacpp(tmp_path_factory.mktemp("llamacpp"), "--model", str(smollm2_gguf), "--slots", "4") as url:
+        yield url

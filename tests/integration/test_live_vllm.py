@@ -156,6 +156,19 @@ def test_a_budget_over_the_context_is_clipped_to_what_is_left(vllm_server: str, 
     assert len(trace.generated_ids) <= sampling["max_tokens"]
 
 
+def test_what_the_reasoning_parser_takes_for_an_answer_is_told_by_its_ids(
+    vllm_server: str, tmp_path: Path, template: Template
+) -> None:  # P03
+    counts = capture(tmp_path, server=[vllm_server], limit=4, max_tokens=8)
+    assert counts["cut_in_reasoning"] == 4
+    for trace in read_traces(tmp_path / "traces", ALL):
+        assert (trace.reasoning_span, trace.answer_span) == ((0, 8), None)
+        assert trace.reasoning == template.decode(trace.generated_ids).strip() and trace.answer == ""
+    body = json.loads(chat_body("smollm2", json.loads(trace.messages), (), Sampling(max_tokens=8), {}))
+    message = reply_of(vllm_server, body)["message"]
+    assert message["content"] and not message["reasoning"]  # the parser's own verdict is the wrong one
+
+
 def test_a_template_option_takes_effect(vllm_server: str, tmp_path: Path, template: Template) -> None:  # P05
     capture(tmp_path, server=[vllm_server], **ask(tmp_path, "Say hello.", "What is 2 + 2?"))
     for trace in read_traces(tmp_path / "traces", ALL):
@@ -166,9 +179,15 @@ def test_a_template_option_takes_effect(vllm_server: str, tmp_path: Path, templa
 
 def post(url: str, body: dict[str, Any]) -> list[int]:
     """The generated ids of one raw chat request."""
+    ids: list[int] = reply_of(url, body)["token_ids"]
+    return ids
+
+
+def reply_of(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The choice that a raw chat request gives."""
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=300) as response:
-        ids: list[int] = json.load(response)["choices"][0]["token_ids"]
-    return ids
+        choice: dict[str, Any] = json.load(response)["choices"][0]
+    return choice

@@ -53,6 +53,30 @@ def test_a_changed_setting_is_refused_and_names_itself_and_what_it_invalidates(t
     assert (tmp_path / "vocab" / "data").read_text() == "x"
 
 
+@pytest.mark.parametrize("half_made", [False, True])
+def test_a_new_run_keeps_what_is_there_under_a_dated_name(tmp_path: Path, half_made: bool) -> None:
+    old = Plan("traces", {"made_by": "capture", "size": 4}, {})
+    new = Plan("traces", {"made_by": "capture", "size": 8}, {})
+    if half_made:
+        with pytest.raises(RuntimeError, match="half way"):
+            artifacts.build(tmp_path, old, half_way)
+    else:
+        artifacts.build(tmp_path, old, writes())
+    with pytest.raises(UserError, match=r"size was 4, now 8.*keep this under another name with --new-run"):
+        artifacts.build(tmp_path, new, never)
+    for count in (1, 2):  # a new run of the same settings is new all the same
+        _, made = artifacts.build(tmp_path, new, writes("y"), new_run=True)
+        assert made and (tmp_path / "traces" / "data").read_text() == "y"
+        assert len(list(tmp_path.glob("traces*.20*"))) == count
+    kept = next(path for path in tmp_path.glob("traces*.20*") if (path / "data").read_text() == "x")
+    assert kept.name.startswith("traces.partial.20" if half_made else "traces.20")
+
+
+def half_way(stage: Stage) -> dict[str, Any]:
+    (stage.work / "data").write_text("x")
+    raise RuntimeError("half way")
+
+
 def test_force_replaces_a_stage_made_from_other_settings(tmp_path: Path) -> None:
     artifacts.build(tmp_path, Plan("vocab", {"size": 4}, {}), writes())
     artifacts.build(tmp_path, Plan("vocab", {"size": 8}, {}), writes("y"), force=True)

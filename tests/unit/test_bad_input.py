@@ -14,7 +14,7 @@ import pytest
 
 from draftsmith import artifacts
 from draftsmith.__main__ import main
-from draftsmith.capture import journal as journal_module
+from draftsmith.capture import writing
 from draftsmith.target.template import load_template
 from draftsmith.trace import read_traces
 from fault_server import Fault, FaultServer
@@ -88,7 +88,7 @@ DATASETS: dict[str, tuple[str, bytes | None, str]] = {
     ),
     "an image": ("rows.jsonl", b'{"prompt": [{"type": "image_url"}]}\n', "part of type 'image_url'"),
     "one id twice": ("rows.jsonl", b'{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}\n', "another prompt"),  # P15
-    "row options": ("rows.jsonl", b'{"prompt": "a", "chat_template_kwargs": {"x": 1}}\n', "chat_template_kwargs"),
+    "row options": ("rows.jsonl", b'{"prompt": "a", "chat_template_kwargs": {"tools": 1}}\n', "chat_template_kwargs"),
     "hub name": ("no/such-dataset", None, "the hub did not give a dataset of this name"),
 }
 
@@ -144,7 +144,7 @@ def test_what_a_server_says_in_its_refusal_cannot_drive_the_terminal(
     target: Path, serve: Callable[..., FaultServer], refused: Refused
 ) -> None:
     server = serve(models_status=200, fault=lambda text, nth: Fault(status=400, body=b'{"error": "\\u001b[2Jno"}'))
-    assert "none of 2 replies can be trained on" in refused(*served(server.url, target))
+    assert "none of 2 replies can be trained on" in refused(*served(server.url, target, "--no-probe"))
 
 
 MODELS: dict[str, tuple[str, str]] = {
@@ -181,22 +181,36 @@ def test_an_import_without_a_chat_template(target: Path, refused: Refused, folde
     assert "none of 2 rows holds an answer" in refused(*arguments, str(target))
 
 
-def test_a_full_disk_keeps_what_was_captured(
-    target: Path, serve: Callable[..., FaultServer], refused: Refused, monkeypatch: pytest.MonkeyPatch, folder: Path
+def test_a_full_disk_holds_the_run_up_and_costs_no_reply(
+    target: Path,
+    serve: Callable[..., FaultServer],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:  # P33
-    def full(file: int, data: bytes, offset: int) -> int:
-        if offset:
-            raise OSError(errno.ENOSPC, "No space left on device")
+    full = [OSError(errno.ENOSPC, "No space left on device")] * 30
+    write = os.pwrite
+
+    def pwrite(file: int, data: bytes, offset: int) -> int:
+        if full:
+            raise full.pop()
         return write(file, data, offset)
 
-    write = os.pwrite
+    monkeypatch.setattr(writing.os, "pwrite", pwrite)
+    monkeypatch.setattr(writing, "RETRY_SECONDS", 0.05)
     server = serve()
-    with monkeypatch.context() as patch:
-        patch.setattr(journal_module.os, "pwrite", full)
-        assert "run: no space left on the disk" in refused(*served(server.url, target, "--concurrency", "1"))
-    assert main([*served(server.url, target), "--quiet"]) == 0
-    assert sorted(server.questions().values()) == [1, 2]  # the first was kept, the second could not be
+    assert main(served(server.url, target, "--concurrency", "1")) == 0
+    assert "journal: no space left on the disk (" in capsys.readouterr().err
+    assert [server.questions()[question] for question in "ab"] == [1, 1]
     assert len(list(read_traces(folder / "run" / "traces"))) == 2
+
+
+def test_a_read_only_disk(target: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(path: Path, value: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(artifacts, "write_json", read_only)
+    assert "run/traces.partial/plan.json: cannot be written (Read-only file system)" in refused(*local(target))
 
 
 def test_a_second_run_on_the_same_folder(target: Path, refused: Refused, folder: Path) -> None:

@@ -29,6 +29,7 @@ STAGES = ("capture", "import", "vocab", "extract", "train", "export", "measure",
         (["export", "--run", "R", "--engine", "tensorrt"], "--engine"),
         (["run", "no.yaml"], "no.yaml: expected a recipe, found no such file"),
         (["status", "nowhere"], "nowhere: expected a run folder, found none"),
+        (["watch", "nowhere"], "nowhere: expected a run folder, found none"),
         (["frobnicate"], "frobnicate"),
     ],
 )
@@ -47,20 +48,30 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     assert list(tmp_path.iterdir()) == []  # nothing was made
 
 
-@pytest.mark.parametrize("command", [*STAGES, "run", "status", "demo"])
+@pytest.mark.parametrize("command", [*STAGES, "inspect", "export-dataset", "run", "status", "watch", "demo"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert "Usage: draftsmith" in capsys.readouterr().out
 
 
-def test_help_loads_nothing_heavy() -> None:
+@pytest.mark.parametrize("arguments", [["--help"], ["watch", ".", "--json"]])
+def test_help_and_watching_load_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     heavy = ("torch", "transformers", "datasets", "pyarrow", "aiohttp", "plotly")
     code = (
-        "import sys; from draftsmith.__main__ import main; main(['--help']); "
+        f"import sys; from draftsmith.__main__ import main; main({arguments!r}); "
         f"print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
+
+
+def test_the_bars_of_libraries_stay_out_of_a_log() -> None:
+    code = (
+        "from draftsmith.__main__ import main; main(['--version']); "
+        "from tqdm.auto import tqdm; print(list(tqdm(range(3))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout.splitlines()[-1], done.stderr) == ("[0, 1, 2]", "")
 
 
 @pytest.mark.parametrize("name", ["smollm2", "pivot", "kimi-k2.5", "qwen3-8b", "gpt-oss-20b"])

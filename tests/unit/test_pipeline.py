@@ -28,6 +28,7 @@ def values(folder: Path, **changes: Any) -> dict[str, Any]:
     return {
         "run": str(folder / "run"),
         "capture": {
+            "on_gate": "warn",  # a random target never comes to an end
             "questions": str(questions),
             "local": model,
             "max_tokens": 24,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.recipe import CaptureSettings, arm_recipe, load_recipe, parse_recipe
+from draftsmith.recipe import CaptureSettings, arm_recipe, load_recipe, parse_recipe, seconds_of
 
 CAPTURE = {"run": "runs/x", "capture": {"local": "smollm2"}}
 
@@ -95,3 +95,14 @@ def test_credentials_in_a_server_url_are_used_but_never_written_down() -> None:
     assert settings.model_dump()["server"][0] == url
     assert settings.model_dump(mode="json")["server"] == ["http://host:8000/v1", "http://host", "x"]
     assert "secret" not in settings.model_dump_json()
+
+
+@pytest.mark.parametrize(("wait", "seconds"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1.5m", 90), ("45", 45)])
+def test_a_wait_is_a_number_with_a_unit(wait: str, seconds: float) -> None:
+    assert seconds_of(wait) == seconds
+
+
+@pytest.mark.parametrize("wait", ["", "m", "soon", "-3m", "inf", "nan", "30 minutes"])
+def test_a_wait_that_is_none_is_refused_at_the_start(wait: str) -> None:
+    with pytest.raises(UserError, match="wait: expected a time such as 90s, 30m or 2h, found"):
+        CaptureSettings(wait=wait)

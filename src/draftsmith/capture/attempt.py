@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from draftsmith import artifacts
 from draftsmith.capture.jobs import Capture
 from draftsmith.capture.journal import Journal
+from draftsmith.capture.planning import Plan
 from draftsmith.capture.replies import Reading
-from draftsmith.capture.rows import Question
+from draftsmith.capture.room import foretell, settle, unwritten
 from draftsmith.capture.sealing import question_metadata
+from draftsmith.capture.view import CAPTURE
 from draftsmith.errors import Interrupted, UserError
 from draftsmith.progress import Progress
 from draftsmith.recipe import CaptureSettings
 from draftsmith.target.template import Template
 from draftsmith.target.thinking import find_delimiters
 
+WARNED = "gate"
+"""In the file metadata: causes that the quality gate only warned of, with the number of replies, as JSON."""
 TARGET = "target.json"
 """Beside the journal: what the traces' file metadata will say of the target, so that sealing needs it no more."""
 
@@ -30,34 +36,47 @@ class Attempt:
     stage: artifacts.Stage
     settings: CaptureSettings
     progress: Progress
-    questions: list[Question]
-    order: list[str]
-    """The trace ids of all generations, in input order."""
+    plan: Plan
+    """All generations, in input order."""
     journal: Journal
 
 
 @contextmanager
 def capturing(attempt: Attempt, reading: Reading, limit: int | None) -> Iterator[Capture]:
     """A Capture with its progress bar; leaves the counts for `status` however it ends."""
-    order, journal, progress = attempt.order, attempt.journal, attempt.progress
-    before = Counter(journal.index[id].state for id in order if journal.final(id))
-    kept = before.total()
+    plan, journal, progress, settings = attempt.plan, attempt.journal, attempt.progress, attempt.settings
+    before, left = plan.standing(journal)
+    kept, total = before.total(), plan.generations
     if kept:
-        progress.say(f"capture: going on from {kept:,} of {len(order):,} replies")
-    with progress.track("capture", len(order), "replies", kept) as tracker:
+        progress.say(f"capture: going on from {kept:,} of {total:,} replies")
+    foretell(journal.path, total - kept, settings.max_tokens, progress)
+    with progress.track("capture", total, "replies", kept, CAPTURE) as tracker:
         note = attempt.stage.note_progress
-        capture = Capture(attempt.settings, reading, attempt.questions, journal, tracker, note, before, limit)
+        capture = Capture(settings, reading, plan, left, journal, tracker, note, before, limit)
         try:
-            yield capture
+            with _few_collections():
+                yield capture
+            settle(journal, capture.room)
         finally:
             capture.meter.write_note()
+            _note_warnings(attempt, capture.gate.warned)
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Keeps the garbage collector from what is loaded by now: going through it would stop every request for 0.2 s."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def interrupted(capture: Capture) -> Interrupted:
     """The stop to raise once a signal ended the loop."""
     return Interrupted(
         f"capture interrupted with {capture.meter.done:,} of {capture.meter.tracker.total:,} replies in "
-        f"{capture.journal.path.parent}; run the same command to go on"
+        f"{capture.journal.path.parent}; {unwritten(capture.journal)}"
     )
 
 
@@ -75,8 +94,10 @@ def note_target(attempt: Attempt, reading: Reading, target: str, identity: str, 
         "server": server,
         **question_metadata(attempt.settings, reading.template, reading.delimiters),
     }
-    begun = path.exists() and any(map(attempt.journal.final, attempt.order))
+    begun = path.exists() and any(map(attempt.journal.final, attempt.plan.order()))
     before = artifacts.read_json(path) if begun else found
+    if WARNED in before:
+        found[WARNED] = before[WARNED]
     compared = ("target", "template_fingerprint") if server else ("template_fingerprint",)  # a folder may have moved
     for name in compared:
         if before[name] != found[name]:
@@ -90,4 +111,14 @@ def note_target(attempt: Attempt, reading: Reading, target: str, identity: str, 
 def reading_of(settings: CaptureSettings, template: Template) -> Reading:
     """How this target's ids are read."""
     delimiters = find_delimiters(template, settings.thinking, settings.think_open, settings.think_close)
+    template.readable(())  # builds the decoder's table now, not at the first reply, when a thousand others wait for it
     return Reading(template=template, delimiters=delimiters, exact=settings.exact)
+
+
+def _note_warnings(attempt: Attempt, warned: Mapping[str, int]) -> None:
+    """What the gate warned of stays with the traces."""
+    path = attempt.stage.work / TARGET
+    if warned:
+        known = artifacts.read_json(path)
+        counts = Counter(json.loads(known.get(WARNED, "{}"))) + Counter(warned)
+        artifacts.write_json(path, known | {WARNED: json.dumps(counts)})

@@ -1,20 +1,24 @@
 """A question as a conversation with the target: where it speaks, and what stands before each of its turns.
 
 The target answers at every place where the recorded conversation has an assistant turn after a user or tool turn, and
-at the end. Later turns see the target's *own* earlier answers; recorded answers are dropped, with one exception: an
-assistant turn recorded with tool calls stays in the history, because the recorded tool results answer that call and no
-other. What of an earlier turn's reasoning is shown again is the template's decision (P22).
+at the end. Later turns see the target's *own* earlier answers, tool calls included; recorded answers are dropped.
+Recorded tool results are played back where the target called the same functions as the recorded turn; elsewhere the
+conversation ends there, for a stated reason. What of an earlier turn's reasoning is shown again is the template's
+decision (P22).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import filterfalse, takewhile
 from typing import Any
 
 from draftsmith.capture.rows import Question
+from draftsmith.capture.toolcalls import misfit, own_message, paired
 from draftsmith.target.reply import Sampling
+from draftsmith.target.template import Template, TemplateRefusal
+from draftsmith.target.wire import ChatFailed
 from draftsmith.trace import Trace, trace_id
 
 Message = dict[str, Any]
@@ -29,7 +33,7 @@ class Turn:
     before: tuple[Message, ...]
     """Recorded messages since the target spoke last."""
     recorded: Message | None
-    """The recorded tool-calling turn that later turns see instead of the target's own reply."""
+    """The recorded turn, if it called tools: what the results at the next turn's start answer."""
 
 
 def turns_of(messages: Sequence[Message]) -> list[Turn]:
@@ -44,6 +48,9 @@ def turns_of(messages: Sequence[Message]) -> list[Turn]:
         if before and before[-1]["role"] in ASKING_ROLES:
             turns.append(Turn(tuple(before), message if calls else None))
             before = []
+        elif calls and not before and turns and (first := turns[-1].recorded):  # parallel calls, each as its own turn
+            both = [*first["tool_calls"], *message["tool_calls"]]
+            turns[-1] = replace(turns[-1], recorded={**first, "tool_calls": both})
         elif calls:
             before.append(message)
     if before and before[-1]["role"] in ASKING_ROLES:
@@ -51,19 +58,37 @@ def turns_of(messages: Sequence[Message]) -> list[Turn]:
     return turns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def turn_count(question: Question) -> int:
+    """How many records one sample of a question will have; a question that cannot be asked has one, which says so."""
+    return 1 if question.problem else len(turns_of(question.messages))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """One generation to ask the target for."""
+    """One generation to ask the target for. Our own rendering of its prompt takes longer than all else, so it waits."""
 
     trace_id: str
     question: Question
     sample: int
     messages: Sequence[Message]
-    prompt_ids: list[int]
-    """As our template renders `messages`."""
+    template: Template
     sampling: Sampling
     budget: int
     """Generated tokens the user allows; `sampling.max_tokens` is less where the context has less room (P14)."""
+    rendered: list[int] | None = None
+
+    def render(self) -> list[int]:
+        """The prompt ids as our template renders `messages`; rendered at the first call.
+
+        Raises:
+            ChatFailed: the template cannot render this conversation; no further try helps.
+        """
+        if self.rendered is None:
+            try:
+                self.rendered = self.template.render(self.messages, self.question.tools)
+            except TemplateRefusal as error:
+                raise ChatFailed(f"template: {error}", passing=False) from None
+        return self.rendered
 
 
 class Conversation:
@@ -72,10 +97,14 @@ class Conversation:
     def __init__(self, question: Question, sample: int, preamble: Sequence[Message]) -> None:
         self.question, self.sample = question, sample
         leading = list(takewhile(_is_system, question.messages))
-        self.turns = turns_of(question.messages[len(leading) :])
+        self.turns = [Turn((), None)] if question.problem else turns_of(question.messages[len(leading) :])
         self.turn = 0
         # Many templates take system turns only at the very start, so the question's come before worked examples.
         self.history = [*filter(_is_system, preamble), *leading, *filterfalse(_is_system, preamble)]
+        self.asked = False
+        """Whether a turn of it was asked for in this process."""
+        self.ended = ""
+        """Why no later turn can be asked, though the last one is a good record in itself."""
 
     @property
     def done(self) -> bool:
@@ -92,12 +121,17 @@ class Conversation:
         return [*self.history, *self.turns[self.turn].before]
 
     def advance(self, trace: Trace) -> None:
-        """The target has spoken: its turn (or the recorded tool call) becomes history."""
-        own: Message = {"role": "assistant", "content": trace.answer}
-        if trace.reasoning:
-            own["reasoning_content"] = trace.reasoning
-        self.history = [*self.messages(), self.turns[self.turn].recorded or own]
+        """The target has spoken: its turn becomes history, and recorded tool results follow it if they fit."""
+        history, recorded = self.messages(), self.turns[self.turn].recorded
         self.turn += 1
+        if self.done:
+            return
+        own = own_message(trace)
+        self.ended = self.ended or misfit(own, recorded)
+        if recorded and not self.ended:
+            own, before = paired(own, recorded, self.turns[self.turn].before)
+            self.turns[self.turn] = replace(self.turns[self.turn], before=tuple(before))
+        self.history = [*history, own]
 
 
 def _is_system(message: Message) -> bool:

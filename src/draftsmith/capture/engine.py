@@ -1,36 +1,44 @@
 """The capture stage: every question to the target, every reply into the journal, the journal into Parquet.
 
-Two loops drive the same `Capture`: one keeps `concurrency` requests in flight at a server, one feeds the target in this
-process. Each reply is journaled as it comes, so a kill at any moment costs only what is in flight. Traces are sealed in
-input order, whatever order the replies came in.
+Two loops drive the same `Capture`: one keeps requests in flight at servers, one feeds the target in this process. Each
+reply is journaled as it comes, so a kill at any moment costs only what is in flight. Traces are sealed in input order,
+whatever order the replies came in. Memory does not grow with the run but for some 100 bytes per question.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from draftsmith import artifacts
-from draftsmith.capture.attempt import TARGET, Attempt
-from draftsmith.capture.conversation import turns_of
+from draftsmith.capture.attempt import TARGET, WARNED, Attempt
+from draftsmith.capture.gathering import gather
 from draftsmith.capture.inprocess import run_local
 from draftsmith.capture.journal import JOURNAL, Journal, restore
-from draftsmith.capture.questions import read_questions
-from draftsmith.capture.rows import Question
+from draftsmith.capture.planning import Plan
+from draftsmith.capture.records import STATES
+from draftsmith.capture.room import until_room
 from draftsmith.capture.sealing import (
-    STATES,
+    SCRATCH,
+    parts_no_longer_asked,
     reason_class,
     seal,
     sealed_ids,
     sealed_parts,
     summary,
+    tidy,
 )
+from draftsmith.capture.segments import SegmentDamaged
 from draftsmith.capture.serving import run_server
+from draftsmith.capture.writing import FULL
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
 from draftsmith.recipe import CaptureSettings
-from draftsmith.trace import TRAINABLE, read_metadata, read_traces, trace_id
+from draftsmith.trace import TRAINABLE, read_metadata
 
 KEPT = frozenset(STATES) - {"failed"}
 """States of finished traces that a capture of a further choice of questions takes over."""
@@ -46,34 +54,50 @@ def build(stage: artifacts.Stage, settings: CaptureSettings, progress: Progress)
         GateStop: the first replies show that the rest would be worthless; what was captured is kept.
         Interrupted: SIGINT or SIGTERM; replies in flight were waited for, or abandoned at the second signal.
     """
-    questions = read_questions(settings)
-    order = _order(questions, settings)
-    if not order:
+    plan = Plan(settings)
+    if not plan.generations:
         raise UserError(f"{settings.questions}: expected conversations in which somebody asks something, found none")
+    if plan.unusable:
+        progress.say(f"capture: {plan.unusable:,} of {len(plan):,} rows cannot be asked; each is recorded as failed")
+    tidy(stage.work)
     parts = sealed_parts(stage.work)
-    if not parts or sealed_ids(parts) != order:
+    if not parts or not _seals(parts, plan):
         _keep_finished(stage, progress)
-        with Journal(stage.work) as journal:
+        with Journal(stage.work, plan.generations) as journal:
             _say_repairs(journal, progress)
-            if (stage.work / TARGET).exists() and all(map(journal.final, order)):
-                progress.say(f"capture: all {len(order):,} replies are there, nothing is asked")
-            else:
-                run = run_local if settings.local else run_server
-                run(
-                    Attempt(
-                        stage=stage,
-                        settings=settings,
-                        progress=progress,
-                        questions=questions,
-                        order=order,
-                        journal=journal,
-                    )
-                )
-            if not any(journal.index[id].state in TRAINABLE for id in order):
-                raise UserError(_nothing_to_train_on(journal, order))
-            parts = seal(journal, order, artifacts.read_json(stage.work / TARGET) | _chosen(settings))
+            parts = _captured(Attempt(stage=stage, settings=settings, progress=progress, plan=plan, journal=journal))
     (stage.work / TARGET).unlink(missing_ok=True)
-    return summary(parts)
+    removed = sum(pq.read_metadata(part).num_rows for part in parts_no_longer_asked(stage.work))
+    warned = read_metadata(stage.work).get(WARNED)
+    return {**summary(parts), "no_longer_asked": removed, **({WARNED: json.loads(warned)} if warned else {})}
+
+
+def _captured(attempt: Attempt) -> list[Path]:
+    """Asks for what is not there yet, then seals; what proves unreadable while sealing is asked again."""
+    stage, settings, progress, journal = attempt.stage, attempt.settings, attempt.progress, attempt.journal
+    while True:
+        if (stage.work / TARGET).exists() and all(map(journal.final, attempt.plan.order())):
+            progress.say(f"capture: all {attempt.plan.generations:,} replies are there, nothing is asked")
+        else:
+            run = run_local if settings.local else run_server
+            run(attempt)
+        if not any(journal.state(id) in TRAINABLE for id in attempt.plan.order()):
+            raise UserError(_nothing_to_train_on(attempt))
+        try:
+            return seal(journal, attempt.plan.order(), artifacts.read_json(stage.work / TARGET) | _chosen(settings))
+        except SegmentDamaged as damage:
+            count = journal.forget(damage.segment, damage.rows)
+            progress.say(f"capture: {damage} damaged; {count:,} questions are asked again")
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            until_room(stage.work, journal.disk_bytes(), progress)
+
+
+def _seals(parts: list[Path], plan: Plan) -> bool:
+    """Whether the parts hold what is asked for, in its order."""
+    rows = sum(pq.read_metadata(part).num_rows for part in parts)
+    return rows == plan.generations and all(a == b for a, b in zip(sealed_ids(parts), plan.order(), strict=True))
 
 
 def _keep_finished(stage: artifacts.Stage, progress: Progress) -> None:
@@ -85,18 +109,8 @@ def _keep_finished(stage: artifacts.Stage, progress: Progress) -> None:
     if (stage.work / JOURNAL).exists() or earlier is None:
         return
     artifacts.write_json(stage.work / TARGET, read_metadata(earlier))
-    count = restore(stage.work, read_traces(earlier, KEPT))
+    count = restore(stage.work, [*parts_no_longer_asked(earlier), *sorted(earlier.glob("*.parquet"))], KEPT)
     progress.say(f"capture: starting from {count:,} finished traces of {earlier}; only what is new to it is asked")
-
-
-def _order(questions: list[Question], settings: CaptureSettings) -> list[str]:
-    """The trace ids of all generations, in input order."""
-    return [
-        trace_id(question.key, turn, sample)
-        for question in questions
-        for sample in range(question.copies * settings.samples)
-        for turn in range(len(turns_of(question.messages)))
-    ]
 
 
 def _chosen(settings: CaptureSettings) -> dict[str, str]:
@@ -114,17 +128,20 @@ def _say_repairs(journal: Journal, progress: Progress) -> None:
         progress.say(f"{journal.path}: the last record was cut off by a crash; it is asked again")
     if journal.damaged:
         progress.say(f"{journal.path}: {journal.damaged} damaged records; their questions are asked again")
+    for path in journal.set_aside:
+        progress.say(f"{path}: a damaged file, set aside; its questions are asked again")
 
 
-def _nothing_to_train_on(journal: Journal, order: list[str]) -> str:
+def _nothing_to_train_on(attempt: Attempt) -> str:
     """The message; everything is marked for another try, because the next run must not find it all settled."""
+    journal = attempt.journal
     reasons: Counter[str] = Counter()
-    for id in order:
-        trace = journal.read(id)
-        reasons[reason_class(trace.error)] += 1
-        journal.append(trace, retry=True)
+    for table in gather(journal, journal.numbers_of(attempt.plan.order()), attempt.stage.work / SCRATCH):
+        reasons.update(map(reason_class, table["error"].to_pylist()))
+    journal.ask_all_again()
     reason, count = reasons.most_common(1)[0]
     return (
-        f"capture: none of {len(order):,} replies can be trained on; {count:,} of them: {reason or 'no reason given'}; "
-        f"they are kept in {journal.path.parent}: correct this and run the same command again"
+        f"capture: none of {attempt.plan.generations:,} replies can be trained on; {count:,} of them: "
+        f"{reason or 'no reason given'}; they are kept in {attempt.stage.work}: correct this and run the same command "
+        "again"
     )

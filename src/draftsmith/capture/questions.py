@@ -7,14 +7,16 @@ keys, and the same prompt recorded with two answers stays in one split. Nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 
-from draftsmith.capture.rows import Question, question_of
-from draftsmith.capture.sources import read_rows, source_fingerprint, source_name
+from draftsmith.capture.rows import BadRow, Question, question_of
+from draftsmith.capture.sources import Row, read_rows, source_fingerprint, source_name
 from draftsmith.errors import UserError
 from draftsmith.recipe import QuestionSettings
+
+BAD_START = 20
 
 
 def read_questions(settings: QuestionSettings) -> list[Question]:
@@ -34,15 +36,53 @@ def read_conversations(settings: QuestionSettings) -> Iterator[Question]:
     """One Question per row (`copies` is 1), duplicates included: recorded answers may differ among them.
 
     Raises:
-        UserError: the source is missing, unreadable or empty; a row has an unknown schema (the columns found are
-            named), an unknown role, an image or no user turn; two different prompts carry the same id (P15).
+        UserError: as `read_all`; the source is empty; two different prompts carry the same id (P15).
+    """
+    count = 0
+    for question in apart(read_all(settings)):
+        count += 1
+        yield question
+    if not count:
+        raise UserError(f"{settings.questions}: expected at least one row, found an empty dataset")
+
+
+def read_all(settings: QuestionSettings) -> Iterator[tuple[str, Question]]:
+    """One Question per row with its place, rows that cannot be asked (`Question.problem`) included.
+
+    Raises:
+        UserError: the source is missing or unreadable; none of its first BAD_START rows can be asked, or less than half
+            of all: then it is no source of questions. The message is the first such row's.
     """
     name = source_name(settings.questions)
-    ids: dict[str, tuple[str, str]] = {}
-    count = 0
+    first, bad, count = "", 0, 0
     for place, row in islice(read_rows(settings.questions, settings.split), settings.limit):
-        question = question_of(place, row, name)
+        question = question_in(place, row, name)
         count += 1
+        if question.problem:
+            first, bad = first or question.problem, bad + 1
+            if bad == count == BAD_START:
+                break
+        yield place, question
+    if 2 * bad > count:
+        raise UserError(f"{first} ({bad:,} of {count:,} rows cannot be asked)")
+
+
+def question_in(place: str, row: Row, name: str) -> Question:
+    """The question of one row of the source `name`, or what is kept of one that cannot be asked."""
+    try:
+        return question_of(place, row, name)
+    except BadRow as bad:
+        return bad.question
+
+
+def apart(rows: Iterable[tuple[str, Question]]) -> Iterator[Question]:
+    """The questions, as long as no two different ones carry the same id (P15).
+
+    Raises:
+        UserError: two do.
+    """
+    ids: dict[str, tuple[str, str]] = {}
+    for place, question in rows:
         if question.user_id:
             key, first = ids.setdefault(question.user_id, (question.key, place))
             if key != question.key:
@@ -51,8 +91,6 @@ def read_conversations(settings: QuestionSettings) -> Iterator[Question]:
                     "give each prompt its own id, or drop the id column"
                 )
         yield question
-    if not count:
-        raise UserError(f"{settings.questions}: expected at least one row, found an empty dataset")
 
 
 def questions_fingerprint(settings: QuestionSettings) -> str:

@@ -1,20 +1,22 @@
 """A row of a dataset as a Question: known schemas, one form of a turn, a key from content.
 
 A key is a hash over what a target would be asked: every turn but the recorded assistant answers (recorded tool calls
-count, they stay in the history), and the tools.
+count, recorded results are played back to them), the tools, and the row's own sampling values and template options
+where it has any. A row that cannot be asked is a `BadRow`: it becomes a record with its reason, and the others go on.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.capture.sources import Row
 from draftsmith.errors import UserError
-from draftsmith.target.template import tool_arguments
+from draftsmith.target.template import RESERVED_OPTIONS, tool_arguments
 
 PROMPT_COLUMNS = ("prompt", "question", "instruction", "problem", "query")
 ANSWER_COLUMNS = ("response", "answer", "output", "completion", "solution")
@@ -38,6 +40,15 @@ ROLES = {
 }
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+SAMPLING_COLUMN = "sampling"
+SAMPLING: Mapping[str, tuple[type[int] | type[float], str]] = {
+    "temperature": (float, "a number from 0"),
+    "top_p": (float, "a number above 0, at most 1"),
+    "top_k": (int, "a whole number from 0 (0 keeps every token)"),
+    "max_tokens": (int, "a whole number from 1"),
+    "seed": (int, "a whole number from 0"),
+}
+"""Values a row may set for itself, in the column `sampling` or in columns of these names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +66,18 @@ class Question:
     """How many times the same content occurs in the source: duplicates become samples."""
     user_id: str = ""
     """The row's own `id`, if it has one."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """The row's own values of SAMPLING."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """The row's own template options, laid over those of the run."""
+    problem: str = ""
+    """Why it cannot be asked; it has no messages then."""
+
+
+class BadRow(UserError):
+    """One row that cannot be asked. `question` is what is kept of it: its `problem`, under a key of the whole row."""
+
+    question: Question
 
 
 def asked(message: Mapping[str, Any]) -> bool:
@@ -62,35 +85,41 @@ def asked(message: Mapping[str, Any]) -> bool:
     return message["role"] != "assistant" or bool(message.get("tool_calls"))
 
 
-def content_key(messages: tuple[dict[str, Any], ...], tools: tuple[dict[str, Any], ...]) -> str:
-    """24 hex digits over the asked turns (recorded reasoning aside) and the tools."""
+def content_key(
+    messages: tuple[dict[str, Any], ...], tools: tuple[dict[str, Any], ...], own: Mapping[str, Any] | None = None
+) -> str:
+    """24 hex digits over the asked turns (recorded reasoning aside), the tools, and the row's `own` values if any."""
     turns = [{k: v for k, v in turn.items() if k != "reasoning_content"} for turn in messages if asked(turn)]
-    text = json.dumps([turns, tools], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    return _hash([turns, tools, own] if own else [turns, tools])
 
 
 def question_of(place: str, row: Row, name: str) -> Question:
     """The question of one row of the source `name`.
 
     Raises:
-        UserError: an unknown schema or role, no user turn, an image; `place` names the row.
+        BadRow: an unknown schema or role, no user turn, an image, a sampling value or template option that is none;
+            `place` names the row.
     """
-    if row.get(OPTIONS_COLUMN):
-        raise UserError(
-            f"{place}: column {OPTIONS_COLUMN}: template options of a single row are not supported; give those of all "
-            "rows with --template-options and remove the column"
-        )
-    messages = tuple(_messages(place, row))
-    if not any(message["role"] == "user" for message in messages):
-        raise UserError(f"{place}: expected at least one user turn, found none; remove the row")
-    tools = tuple(_tools(place, row.get("tools")))
     own_id, source = row.get("id"), row.get("source")
+    source = source if isinstance(source, str) and source else name
+    try:
+        messages = tuple(_messages(place, row))
+        if not any(message["role"] == "user" for message in messages):
+            raise BadRow(f"{place}: expected at least one user turn, found none; remove the row")
+        tools = tuple(_tools(place, row.get("tools")))
+        sampling, options = _sampling(place, row), _options(place, row)
+    except BadRow as bad:
+        bad.question = Question(key=_hash(["unusable", row]), source=source, messages=(), problem=str(bad))
+        raise
+    own = {name: values for name, values in (("sampling", sampling), ("template_options", options)) if values}
     return Question(
-        key=content_key(messages, tools),
-        source=source if isinstance(source, str) and source else name,
+        key=content_key(messages, tools, own),
+        source=source,
         messages=messages,
         tools=tools,
         user_id="" if own_id is None else str(own_id),
+        sampling=sampling,
+        template_options=options,
     )
 
 
@@ -105,12 +134,12 @@ def _messages(place: str, row: Row) -> list[dict[str, Any]]:
     prompt = next((row[name] for name in PROMPT_COLUMNS if row.get(name) is not None), None)
     if prompt is None:
         columns = ", ".join(row) or "none"
-        raise UserError(
+        raise BadRow(
             f"{place}: unknown schema: expected {' or '.join(TURN_COLUMNS[:2])} (lists of turns) or one of the columns "
             f"{', '.join(PROMPT_COLUMNS)}; found columns: {columns}"
         )
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise UserError(f"{place}: expected a prompt, found an empty one; remove the row")
+        raise BadRow(f"{place}: expected a prompt, found an empty one; remove the row")
     asked_turns = _turns_or_text(place, prompt, "user")
     extra = row.get("input")
     if isinstance(extra, str) and extra.strip() and isinstance(prompt, str) and prompt is row.get("instruction"):
@@ -132,11 +161,11 @@ def _turns_or_text(place: str, value: Any, role: str) -> list[dict[str, Any]]:
 def _turn(place: str, turn: Any) -> dict[str, Any]:
     """One turn in the one form all later stages know: `role`, `content` as text, and what tools need."""
     if not isinstance(turn, dict):
-        raise UserError(f"{place}: expected a turn with a role, found {type(turn).__name__}")
+        raise BadRow(f"{place}: expected a turn with a role, found {type(turn).__name__}")
     recorded = turn.get("role", turn.get("from"))
     role = ROLES.get(str(recorded).lower())
     if role is None:
-        raise UserError(f"{place}: unknown role {recorded!r}; known: {', '.join(sorted(ROLES))}")
+        raise BadRow(f"{place}: unknown role {recorded!r}; known: {', '.join(sorted(ROLES))}")
     content = _text(place, turn.get("content", turn.get("value")))
     if role == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": [_recorded_call(place, content)]}
@@ -159,13 +188,13 @@ def _text(place: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise UserError(f"{place}: expected text, found {type(content).__name__}")
+        raise BadRow(f"{place}: expected text, found {type(content).__name__}")
     texts = []
     for part in content:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         text = part.get("text") if isinstance(part, dict) else part
         if kind not in TEXT_PARTS or not isinstance(text, str):
-            raise UserError(f"{place}: holds a part of type {kind!r}; draftsmith asks text only, remove such rows")
+            raise BadRow(f"{place}: holds a part of type {kind!r}; draftsmith asks text only, remove such rows")
         texts.append(text)
     return "\n".join(texts)
 
@@ -174,7 +203,7 @@ def _call(place: str, call: Any) -> dict[str, Any]:
     """A tool call as chat servers write it, arguments as a mapping, its id kept (P24)."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise UserError(f"{place}: expected a tool call with a function name, found {json.dumps(call, default=str)}")
+        raise BadRow(f"{place}: expected a tool call with a function name, found {json.dumps(call, default=str)}")
     arguments = tool_arguments(function.get("arguments", {}))
     made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": call["id"], **made} if call.get("id") is not None else made
@@ -185,14 +214,49 @@ def _recorded_call(place: str, content: str) -> dict[str, Any]:
     try:
         return _call(place, json.loads(content))
     except ValueError:
-        raise UserError(f"{place}: expected a tool call as JSON, found {content[:60]!r}") from None
+        raise BadRow(f"{place}: expected a tool call as JSON, found {content[:60]!r}") from None
 
 
 def _tools(place: str, value: Any) -> list[dict[str, Any]]:
     tools = _loaded(value) if value else []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{place}: tools: expected a list of tool descriptions, found {type(tools).__name__}")
+        raise BadRow(f"{place}: tools: expected a list of tool descriptions, found {type(tools).__name__}")
     return tools
+
+
+def _sampling(place: str, row: Row) -> dict[str, Any]:
+    """The row's own sampling values, each of its one type, so that 0 and 0.0 are one question."""
+    given = _loaded(row.get(SAMPLING_COLUMN) or {})
+    if not isinstance(given, dict):
+        raise BadRow(f"{place}: column {SAMPLING_COLUMN}: expected names and values, found {given!r}")
+    unknown = sorted(given.keys() - SAMPLING.keys())
+    if unknown:
+        raise BadRow(f"{place}: column {SAMPLING_COLUMN}: unknown name {unknown[0]!r}; known: {', '.join(SAMPLING)}")
+    given = {name: row[name] for name in SAMPLING if row.get(name) is not None} | given
+    return {name: _number(place, name, value) for name, value in sorted(given.items()) if value is not None}
+
+
+def _number(place: str, name: str, value: Any) -> int | float:
+    kind, expected = SAMPLING[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    least = 1e-9 if name == "top_p" else 1 if name == "max_tokens" else 0
+    if is_number and kind(value) == value >= least and (name != "top_p" or value <= 1):
+        return kind(value)
+    raise BadRow(f"{place}: {name}: expected {expected}, found {value!r}; correct the value or rename the column")
+
+
+def _options(place: str, row: Row) -> dict[str, Any]:
+    options = _loaded(row.get(OPTIONS_COLUMN) or {})
+    if not isinstance(options, dict):
+        raise BadRow(f"{place}: column {OPTIONS_COLUMN}: expected names and values, found {options!r}")
+    reserved = sorted(RESERVED_OPTIONS & options.keys())
+    if reserved:
+        raise BadRow(f"{place}: column {OPTIONS_COLUMN}: draftsmith sets {reserved[0]} itself; remove it")
+    return options
+
+
+def _hash(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 def _loaded(value: Any) -> Any:

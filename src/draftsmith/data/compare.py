@@ -70,19 +70,28 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     return None
 
 
-def logit_margins(model: Any, pairs: Sequence[Pair]) -> list[float | None]:
-    """How clearly the target prefers one of two replies where they part: 0 is a tie.
+def first_logits(model: Any, pairs: Sequence[Pair]) -> list[tuple[float, float, float] | None]:
+    """What the target itself makes of the first id at which two replies part.
 
     Args:
         model: a transformers causal LM; in float32, as a difference of rounding is what is looked for.
         pairs: any; only those with equal prompts and a differing reply are computed.
 
     Returns:
-        Per pair the target's best logit minus the lower one of the two ids taken at `generated_at` (where these are the
-        best two, that is the top-2 margin); None where the pair is identical, the prompts differ, or one reply is the
-        beginning of the other.
+        Per pair the logit of the left id, that of the right one, and the best of all; None where the pair is identical,
+        the prompts differ, or one reply is the beginning of the other.
     """
-    return [_margin(model, pair) for pair in pairs]
+    return [_logits(model, pair) for pair in pairs]
+
+
+def logit_margins(model: Any, pairs: Sequence[Pair]) -> list[float | None]:
+    """How clearly the target prefers one of two replies where they part: 0 is a tie.
+
+    Returns:
+        Per pair (as `first_logits`) the best logit minus the lower one of the two ids; where these are the best two,
+        that is the top-2 margin.
+    """
+    return [None if found is None else found[2] - min(found[:2]) for found in first_logits(model, pairs)]
 
 
 def _pair(left: Trace, right: Trace) -> Pair:
@@ -94,7 +103,7 @@ def _pair(left: Trace, right: Trace) -> Pair:
     )
 
 
-def _margin(model: Any, pair: Pair) -> float | None:
+def _logits(model: Any, pair: Pair) -> tuple[float, float, float] | None:
     import torch
 
     at = pair.generated_at
@@ -104,4 +113,5 @@ def _margin(model: Any, pair: Pair) -> float | None:
     ids = torch.tensor([[*pair.left.prompt_ids, *replies[0][:at]]], device=model.device)
     with torch.inference_mode():
         logits = model(ids, logits_to_keep=1).logits[0, -1].float()  # [V]
-    return float(logits.max() - logits[[reply[at] for reply in replies]].min())
+    left, right = (float(logits[reply[at]]) for reply in replies)
+    return left, right, float(logits.max())

@@ -4,6 +4,7 @@ Each recorded answer becomes one trace. Its prompt is what serving would send fo
 recorded earlier answers included); its generated ids are the turn as the template writes it in place, up to the stop
 id, tokenised apart from the prompt. Where the template writes a finished turn otherwise than it starts a reply, the
 recorded text follows the prompt directly. `ids_source` is `rendered` and `source` is `static`: nobody generated these.
+Rows that hold ids already (`input_ids` and `loss_mask`, or exported traces) are not rendered at all: see `id_rows`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from draftsmith.artifacts import Stage
 from draftsmith.capture.conversation import ASKING_ROLES, Conversation, Message
+from draftsmith.capture.exactness import too_short
+from draftsmith.capture.overrides import template_of
 from draftsmith.capture.questions import read_conversations
-from draftsmith.capture.replies import too_short
 from draftsmith.capture.rows import Question
 from draftsmith.capture.sealing import question_metadata, summary, write_parts
+from draftsmith.capture.sources import read_rows, source_name
+from draftsmith.data.id_rows import IdRows, holds_ids
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress, Tracker
 from draftsmith.recipe import CaptureSettings, ImportSettings
@@ -56,12 +61,12 @@ def build(stage: Stage, settings: ImportSettings, progress: Progress) -> dict[st
         "sampling": "{}",
         **question_metadata(settings, importer.template, importer.delimiters),
     }
-    rows = list(read_conversations(settings))
-    with progress.track("import", len(rows), "rows") as tracker:
-        counts = summary(write_parts(stage.work, _tracked(_traces(rows, importer), tracker), metadata))
+    total, traces = _all_traces(settings, importer)
+    with progress.track("import", total, "rows") as tracker:
+        counts = summary(write_parts(stage.work, _tracked(traces, tracker), metadata))
     if not any(counts[state] for state in TRAINABLE):
         reason = next(iter(counts["reasons"]))
-        raise UserError(f"{settings.questions}: none of {len(rows)} rows holds an answer to learn from ({reason})")
+        raise UserError(f"{settings.questions}: none of {total} rows holds an answer to learn from ({reason})")
     return counts
 
 
@@ -82,6 +87,20 @@ def load_importer(settings: ImportSettings, progress: Progress) -> Importer:
 
 def recorded_traces(question: Question, sample: int, importer: Importer) -> Iterator[Trace]:
     """One trace per turn that asks for an answer, in order; without a usable recorded answer it is `rejected`."""
+    if question.problem:
+        reason = f"unusable question: {question.problem}"
+        id = trace_id(question.key, 0, sample)
+        yield Trace(
+            trace_id=id,
+            question_key=question.key,
+            sample=sample,
+            source="static",
+            ids_source="rendered",
+            state="rejected",
+            error=reason,
+        )
+        return
+    importer = replace(importer, template=template_of(importer.template, question))
     history = Conversation(question, sample, importer.preamble).history
     body = question.messages[len(history) - len(importer.preamble) :]
     turn = 0
@@ -99,6 +118,25 @@ def recorded_traces(question: Question, sample: int, importer: Importer) -> Iter
             )
             yield _recorded(bare, [*history, *body[:number]], message, question.tools, importer)
             turn += 1
+
+
+def _all_traces(settings: ImportSettings, importer: Importer) -> tuple[int, Iterator[tuple[int, Trace]]]:
+    """The number of rows, and their traces, each with the number of its row."""
+    first = next(read_rows(settings.questions, settings.split), None)
+    if first is None or not holds_ids(first[1]):
+        rows = list(read_conversations(settings))
+        return len(rows), _traces(rows, importer)
+    # Ids are large: read twice, to count them first, rather than held.
+    total = sum(1 for _ in islice(read_rows(settings.questions, settings.split), settings.limit))
+    return total, _traces_of_ids(settings, importer)
+
+
+def _traces_of_ids(settings: ImportSettings, importer: Importer) -> Iterator[tuple[int, Trace]]:
+    id_rows = IdRows(importer.template, importer.delimiters, source_name(settings.questions))
+    rows = islice(read_rows(settings.questions, settings.split), settings.limit)
+    for done, (place, row) in enumerate(rows, start=1):
+        for trace in id_rows.traces(place, row):
+            yield done, trace
 
 
 def _tracked(traces: Iterator[tuple[int, Trace]], tracker: Tracker) -> Iterator[Trace]:

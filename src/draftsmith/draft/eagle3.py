@@ -185,11 +185,11 @@ class Eagle3Draft(nn.Module):
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Attention input [B, T, 2H] at positions [B, T] -> rotated keys and values, each [B, K, T, D]."""
         keys = self._heads(self.layer.self_attn.k_proj(x))
-        return self._rotated(keys, positions), self._heads(self.layer.self_attn.v_proj(x))
+        return self.rotated(keys, positions), self._heads(self.layer.self_attn.v_proj(x))
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """Attention input [B, T, 2H] at positions [B, T] -> rotated queries [B, A, T, D]."""
-        return self._rotated(self._heads(self.layer.self_attn.q_proj(x)), positions)
+        return self.rotated(self._heads(self.layer.self_attn.q_proj(x)), positions)
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Attention output [B, A, T, D] and residual [B, T, H] -> the row's output [B, T, H], before the final norm."""
@@ -207,7 +207,8 @@ class Eagle3Draft(nn.Module):
         batch, rows, _ = projected.shape
         return projected.view(batch, rows, -1, self.config.head_dim).transpose(1, 2)
 
-    def _rotated(self, heads: Tensor, positions: Tensor) -> Tensor:
+    def rotated(self, heads: Tensor, positions: Tensor) -> Tensor:
+        """Heads [B, A, T, D] turned by their positions [B, T]: the two halves of a head against each other."""
         cos, sin = self.rotary(heads, positions)
         rotated: Tensor = apply_rotary_pos_emb(heads, heads, cos, sin)[0]
         return rotated

@@ -56,6 +56,11 @@ def from_vllm(ids: Sequence[int], num_layers: int | None = None) -> tuple[int, .
     return checked([layer - VLLM_INPUT_OF for layer in sorted(ids)], num_layers, f"vLLM layer ids {list(ids)}")
 
 
+def vllm_takes(ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """What vLLM hands over for any ids at all, in layer order: outputs of layers, the embedding being -1."""
+    return tuple(layer - VLLM_INPUT_OF for layer in sorted(set(ids)) if 0 <= layer <= num_layers)
+
+
 def to_sglang(outputs: Sequence[int], model_type: str, num_layers: int) -> list[int]:
     """Outputs of layers -> the ids SGLang has to be given for a target of this model type.
 
@@ -81,6 +86,25 @@ def from_sglang(ids: Sequence[int], model_type: str, num_layers: int | None = No
         UserError: duplicates, the embedding, an unknown model type, or a layer SGLang never captures.
     """
     name = f"SGLang layer ids {list(ids)}"
+    before = _sglang_inputs(ids, model_type, num_layers)
+    if num_layers is not None and num_layers in before and model_type != SGLANG_GPT_OSS:
+        raise UserError(f"{name}: SGLang never captures the output of the last layer of a {model_type} target")
+    return checked([layer - 1 for layer in sorted(before)], num_layers, name)
+
+
+def sglang_takes(ids: Sequence[int], model_type: str, num_layers: int) -> tuple[int, ...]:
+    """What SGLang hands over for any ids at all, in layer order: outputs of layers, the embedding being -1.
+
+    Raises:
+        UserError: an unknown model type.
+    """
+    last = num_layers if model_type == SGLANG_GPT_OSS else num_layers - 1
+    before = _sglang_inputs(ids, model_type, num_layers)
+    return tuple(layer - 1 for layer in sorted(set(before)) if 0 <= layer <= last)
+
+
+def _sglang_inputs(ids: Sequence[int], model_type: str, num_layers: int | None) -> list[int]:
+    """`layers_to_capture`: the layers before which SGLang takes the state."""
     if model_type in SGLANG_OUTPUT_OF:
         plus_one = True
     elif model_type in SGLANG_FIRST_ID_DECIDES:
@@ -93,10 +117,34 @@ def from_sglang(ids: Sequence[int], model_type: str, num_layers: int | None = No
             f"SGLang: expected a target whose class hands out aux states ({known}), found model type {model_type!r}; "
             "export for vLLM instead"
         )
-    before = [layer + 1 for layer in ids] if plus_one else list(ids)
-    if num_layers is not None and num_layers in before and model_type != SGLANG_GPT_OSS:
-        raise UserError(f"{name}: SGLang never captures the output of the last layer of a {model_type} target")
-    return checked([layer - 1 for layer in sorted(before)], num_layers, name)
+    return [layer + 1 for layer in ids] if plus_one else list(ids)
+
+
+def to_llamacpp(outputs: Sequence[int], num_layers: int) -> list[int]:
+    """Outputs of layers -> llama.cpp's `target_layers`: inputs of layers, as vLLM counts.
+
+    Raises:
+        UserError: ids as in `to_vllm`, or the output of the last layer, which no layer has as input.
+    """
+    ids = to_vllm(outputs, num_layers)
+    from_llamacpp(ids, num_layers)
+    return ids
+
+
+def from_llamacpp(ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """llama.cpp's `target_layers` -> outputs of layers.
+
+    They reach the draft in the order given (common/speculative.cpp, `common_speculative_impl_draft_eagle3`), so they
+    must rise.
+
+    Raises:
+        UserError: not distinct and rising, the embedding (id 0), or an id that is no layer's input.
+    """
+    if num_layers in ids:
+        raise UserError(
+            f"llama.cpp layer ids {list(ids)}: the output of the last layer is nobody's input; extract others"
+        )
+    return checked([layer - VLLM_INPUT_OF for layer in ids], num_layers, f"llama.cpp layer ids {list(ids)}")
 
 
 def checked(outputs: Sequence[int], num_layers: int | None = None, name: str = "aux layers") -> tuple[int, ...]:

@@ -1,24 +1,27 @@
 """What an engine makes of an exported folder, and what every export has in common.
 
-Each engine module (`vllm`, `speculators`, `sglang`) writes a config.json and reads one back with the engine's own
-rules; `Reading` is the result of the latter. The fields of the one Llama layer are the same everywhere and are written
-here, each of them explicitly: a default is a thing that changes between releases (contract 7).
+Each engine module (`vllm`, `speculators`, `sglang`, `llamacpp`) writes a config and reads one back with the engine's
+own rules: `read_back` gives a `Reading`, `taken_layers` what its layer ids mean for a target, `FIELDS` names every
+field that this `VERSION` reads and what it takes where one is missing. The fields of the one Llama layer are the same
+in every config.json and are written here, each of them explicitly: a default is a thing that changes between releases
+(contract 7).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from draftsmith.artifacts import read_json
 from draftsmith.draft.eagle3 import AUX_STATES, DraftConfig
-from draftsmith.draft.loading import OWN_BLOCK
+from draftsmith.draft.loading import OWN_BLOCK, read_tensors
 from draftsmith.errors import UserError
 from draftsmith.export.rope import written_rope
 from draftsmith.recipe import Engine
-
-DRAFT_TOKENS = 3
-"""Tokens proposed per step in the launch lines: a start, to be tuned on the real load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +32,86 @@ class Reading:
     known_architectures: tuple[str, ...]
     """Those the engine has an EAGLE-3 Llama draft for."""
     norm_before_residual: bool
-    normalises_aux: bool
-    """Whether it would put a norm before fc (`norm_before_fc`, `fc_norm`)."""
-    normalises_output: bool
+    norm_before_fc: bool
+    """One norm over the joined aux states."""
+    fc_norm: bool
+    """A norm over each aux state."""
+    norm_output: bool
+    """The draft's own state reaches its next step normed."""
     uses_aux_states: bool
-    layers: tuple[int, ...]
-    """Outputs of layers it takes, in the order they reach fc."""
     reads_embedding: bool
     """Whether an embedding in the file is used; if not, it is always the target's."""
+    pairwise_rope: bool = False
+    """Rope turns neighbouring values of a head, not its two halves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What lies in an exported folder.
+
+    `raw` is its config under the names of a Llama config; `tensors` are under checkpoint names, d2t as offsets.
+    """
+
+    raw: dict[str, Any]
+    tensors: dict[str, Tensor]
+    """Unknown ones included."""
+
+
+REQUIRED = "required"
+"""Default of a field without which the engine stops."""
+
+LLAMA_FIELDS = {
+    "architectures": REQUIRED,
+    "model_type": REQUIRED,
+    "hidden_size": "4096",
+    "intermediate_size": "11008",
+    "num_hidden_layers": "32",
+    "num_attention_heads": "32",
+    "num_key_value_heads": "num_attention_heads",
+    "head_dim": "hidden_size / num_attention_heads",
+    "hidden_act": "silu",
+    "rms_norm_eps": "1e-06",
+    "attention_bias": "False",
+    "rope_parameters": "rope_theta and rope_scaling, else theta 10000 without scaling",
+    "max_position_embeddings": "2048",
+    "vocab_size": "32000",
+}
+"""Of a config.json whose class is transformers' LlamaConfig: what it reads, and its own default (transformers 5)."""
+
+DRAFT_FIELDS = {
+    "draft_vocab_size": "vocab_size",
+    "target_hidden_size": "hidden_size",
+    "norm_before_fc": "False",
+    "fc_norm": "False",
+    "norm_output": "False",
+}
+"""Of an EAGLE-3 draft, alike in vLLM and SGLang."""
+
+RARE = frozenset(
+    (
+        *("rope_theta", "rope_scaling", "partial_rotary_factor", "layer_types", "sliding_window", "bias", "qkv_bias"),
+        *("logit_scale", "quantization_config", "use_aux_norm", "num_aux_hidden_states", "dtype"),
+        *("rope.scaling.type", "rope.scaling.factor"),
+    )
+)
+"""Fields whose absence is worth no word: it means none, or others say it."""
+
+
+def canonical(name: str, engine: Engine) -> str:
+    """A stored tensor's name as a checkpoint name. SGLang looks for it with and without `model.`; vLLM, which puts the
+    prefix there itself, knows no name that has it already."""
+    plain = name.removeprefix("model.") if engine == "sglang" else name
+    return plain.replace("midlayer.", "layers.0.")
+
+
+def read_folder(folder: Path, engine: Engine) -> Files:
+    """Reads config.json and weights.
+
+    Raises:
+        UserError: a file is missing or unreadable.
+    """
+    raw = read_json(folder / "config.json")
+    return Files(raw, {canonical(name, engine): tensor for name, tensor in read_tensors(folder).items()})
 
 
 def layer_fields(config: DraftConfig) -> dict[str, Any]:

@@ -103,6 +103,8 @@ def engine_rope(engine: Engine, raw: Mapping[str, Any]) -> Rope:
     Raises:
         UserError: a rope type or value that the engine refuses.
     """
+    if engine == "llamacpp":
+        return _llamacpp_reading(raw)
     if engine == "speculators":
         parameters, head_dim, positions = _speculators_reading(raw["transformer_layer_config"])
     else:
@@ -126,9 +128,22 @@ def _speculators_reading(layer: Mapping[str, Any]) -> tuple[dict[str, Any], int,
         if key != "model_type":
             setattr(config, key, value)
     config.standardize_rope_params()
-    parameters: dict[str, Any] = config.rope_parameters
+    parameters: dict[str, Any] = config.rope_parameters or {"rope_theta": 10000.0}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return parameters, head_dim, config.max_position_embeddings
+    return parameters, head_dim, getattr(config, "max_position_embeddings", 8192)
+
+
+def _llamacpp_reading(raw: Mapping[str, Any]) -> Rope:
+    """The llama.cpp inside xllamacpp 2026.10.11549: `rope.scaling` of type linear divides, `rope_freqs` divides each
+    frequency (src/models/eagle3.cpp, ggml's `rope_cache_init`); what is missing is llama.cpp's default."""
+    width = raw.get("rotary_dim") or raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    base = 1.0 / raw.get("rope_theta", 10000.0) ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    scaling = raw["gguf_rope_scaling"]
+    kind = scaling.get("type", "linear")
+    if kind not in ("none", "linear"):
+        raise UserError(f"llamacpp: expected rope scaling of type none or linear, found {kind!r}")
+    factors = torch.tensor(raw["rope_factors"]) if raw["rope_factors"] else torch.ones(len(base))
+    return Rope(base / factors / (scaling.get("factor", 1.0) if kind == "linear" else 1.0), 1.0)
 
 
 def _default(base: Tensor, values: Mapping[str, Any]) -> Rope:
@@ -174,7 +189,9 @@ def _yarn_scale(values: Mapping[str, Any], factor: float) -> float:
     given = values.get("attention_factor")
     if given is not None and values["engine"] != "sglang":
         return float(given)
-    if values.get("mscale") and values.get("mscale_all_dim"):
+    pair = values.get("mscale"), values.get("mscale_all_dim")
+    # SGLang 0.5.23 (yarn.py) takes a pair with a zero in it too; vLLM 0.32 and transformers do not.
+    if all(pair) or (values["engine"] == "sglang" and None not in pair):
         return mscale(values["mscale"]) / mscale(values["mscale_all_dim"])
     return mscale(1.0)
 

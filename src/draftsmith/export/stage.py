@@ -17,20 +17,22 @@ from torch import Tensor
 
 from draftsmith import artifacts
 from draftsmith.draft.checkpoint import load_draft
-from draftsmith.draft.eagle3 import Eagle3Draft
-from draftsmith.draft.unroll import Batch
-from draftsmith.errors import DraftsmithError
-from draftsmith.export.check import EMBEDDING, ENGINES, CheckResult, check_export
+from draftsmith.draft.eagle3 import DraftConfig, Eagle3Draft
+from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.export import llamacpp
+from draftsmith.export.check import CheckResult, check_batches, check_export
+from draftsmith.export.engines import ENGINES
+from draftsmith.export.gguf import write_target_gguf
+from draftsmith.export.launching import GGUF_DRAFT, GGUF_TARGET, launch_line
+from draftsmith.export.load_report import EMBEDDING, load_report
 from draftsmith.export.reading import refuse_inexpressible
+from draftsmith.export.rope import engine_rope, trained_rope
 from draftsmith.hidden.store import HiddenStore
 from draftsmith.hidden.target_head import TargetHead, load_target_head
 from draftsmith.progress import Progress
 from draftsmith.recipe import Engine, ExportSettings
-from draftsmith.train.dataset import collate, read_samples
 
-CHECK_TRACES = 4
-CHECK_LENGTH = 1024
-"""Ids of a trace that the check runs over at most."""
+LOAD_REPORT = "load_report.json"
 
 
 def build(stage: artifacts.Stage, settings: ExportSettings, progress: Progress) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def build(stage: artifacts.Stage, settings: ExportSettings, progress: Progress) 
     configs = {}
     for engine in engines:
         refuse_inexpressible(engine, draft.config, store.target)
-        configs[engine] = ENGINES[engine].config_json(draft.config, store.target, settings.dtype)
+        configs[engine] = engine_config(engine, draft.config, store.target, settings)
     batches = check_batches(stage.folder("traces"), store)
     counts: dict[str, Any] = {"rows": sum(int(batch.count.sum()) for batch in batches), "engines": {}}
     with progress.track("export", len(engines), "engines") as tracker:
@@ -59,14 +61,37 @@ def build(stage: artifacts.Stage, settings: ExportSettings, progress: Progress) 
             report = folder / "check.json"
             if not report.exists():
                 write_export(folder, engine, configs[engine], draft, head, settings)
-                line = ENGINES[engine].launch_line(store.target["name"], str(stage.folder("export") / engine))
+                if engine == "llamacpp" and settings.target_gguf:
+                    _write_target(folder / GGUF_TARGET, store.target, settings)
+                line = _line(engine, store.target["name"], stage.folder("export") / engine, settings)
                 (folder / "README.md").write_text(_readme(engine, line, settings.embeddings), encoding="utf-8")
                 result = check_export(folder, engine, draft, store.target, head, batches)
                 _accept(result, folder, progress)
+                artifacts.write_json(folder / LOAD_REPORT, load_report(folder, engine).to_json())
                 artifacts.write_json(report, result.to_json())
             counts["engines"][engine] = _counts(folder, artifacts.read_json(report))
             tracker.update(done, difference=counts["engines"][engine]["difference"])
     return counts
+
+
+def engine_config(
+    engine: Engine, config: DraftConfig, target: Mapping[str, Any], settings: ExportSettings
+) -> dict[str, Any]:
+    """The engine's config: a config.json, or the keys of a GGUF file.
+
+    Raises:
+        UserError: the engine cannot express the draft.
+    """
+    if engine == "llamacpp":
+        return llamacpp.config_keys(config, target, settings)
+    written: dict[str, Any] = ENGINES[engine].config_json(config, target, settings.dtype)
+    other = trained_rope(config).difference(engine_rope(engine, written))
+    if other:
+        raise UserError(
+            f"{engine}: cannot be told the draft's rope {config.rope_parameters}: {other}; export for another engine, "
+            "or train a draft without what it does not read"
+        )
+    return written
 
 
 def write_export(
@@ -77,8 +102,11 @@ def write_export(
     head: TargetHead,
     settings: ExportSettings,
 ) -> None:
-    """Writes config.json and model.safetensors into `folder`, which is made."""
+    """Writes what the engine loads into `folder`, which is made: config.json with model.safetensors, or a GGUF file."""
     folder.mkdir(parents=True, exist_ok=True)
+    if engine == "llamacpp":
+        llamacpp.write_file(folder / GGUF_DRAFT, config, draft, head, settings)
+        return
     prefix = getattr(ENGINES[engine], "LAYER_PREFIX", "layers.0.")
     tensors: dict[str, Tensor] = {}
     for name, parameter in draft.trained().items():
@@ -93,10 +121,21 @@ def write_export(
     artifacts.write_json(folder / "config.json", dict(config))
 
 
-def check_batches(traces: Path, store: HiddenStore) -> list[Batch]:
-    """A few held-out traces as float32 rows, one trace a batch."""
-    samples = read_samples(traces, store, CHECK_LENGTH).held_out
-    return [collate([sample], store, torch.float32) for sample in samples[:CHECK_TRACES]]
+def _write_target(path: Path, target: Mapping[str, Any], settings: ExportSettings) -> None:
+    assert settings.target_gguf is not None
+    model = Path(target["name"])
+    if not model.is_dir():
+        raise UserError(f"--target-gguf: expected the target's folder {model}, found none; write its GGUF elsewhere")
+    write_target_gguf(
+        model, path, settings.target_gguf, Path(settings.gguf_tokenizer) if settings.gguf_tokenizer else None
+    )
+
+
+def _line(engine: Engine, target: str, folder: Path, settings: ExportSettings) -> str:
+    """The launch line; llama.cpp serves a file, not a model folder."""
+    if engine == "llamacpp":
+        target = str(folder / GGUF_TARGET) if settings.target_gguf else f"{Path(target).name}.gguf"
+    return launch_line(engine, target, str(folder))
 
 
 def _accept(result: CheckResult, folder: Path, progress: Progress) -> None:
@@ -122,11 +161,17 @@ def _counts(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
 
 def _readme(engine: Engine, line: str, embeddings: bool) -> str:
     holds = "holds the target's embedding, bit by bit" if embeddings else "holds no embedding: the target's is shared"
-    more = "" if embeddings else " With pipeline parallelism vLLM cannot share it: export again with embeddings."
+    shared = {
+        "llamacpp": " Where the target's file is quantised, so is what is shared: export again with embeddings.",
+        "vllm": " With pipeline parallelism vLLM cannot share it: export again with embeddings.",
+        "speculators": " With pipeline parallelism vLLM cannot share it: export again with embeddings.",
+    }
+    more = "" if embeddings else shared.get(engine, "")
+    weights = GGUF_DRAFT if engine == "llamacpp" else "model.safetensors"
     return (
         f"# EAGLE-3 draft, {engine} format\n\n"
         f"Serve it with its target:\n\n```bash\n{line}\n```\n\n"
-        f"`model.safetensors` {holds}.{more} `check.json` compares this folder with the trained draft.\n"
+        f"`{weights}` {holds}.{more} `check.json` compares this folder with the trained draft.\n"
         "If the server reports an acceptance length of 1.00, the draft is not working (algorithm, aux states, head or "
         "vocabulary map); more training data will not change that.\n"
     )

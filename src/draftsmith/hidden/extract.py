@@ -102,6 +102,7 @@ class _Judge:
     def __init__(self, head: TargetHead, metadata: dict[str, str], least: float) -> None:
         self.head, self.least = head, least
         self.temperature = float(json.loads(metadata.get("sampling", "{}")).get("temperature", 0.0))
+        """Of traces that name none of their own."""
         self.judged = metadata.get("source_kind") == "capture"
         self.agreed = self.expected = 0.0
         self.seen = 0
@@ -111,7 +112,8 @@ class _Judge:
     def see(self, trace: Trace, aux: Tensor, final: Tensor) -> tuple[Tensor, float]:
         """Adds one trace; returns the teacher's argmax [m] and the share of its ids that equal the captured ones."""
         generated = torch.tensor(trace.generated_ids, device=final.device)
-        teacher = teach(self.head, final.to(self.head.norm.dtype), self.temperature)
+        temperature = json.loads(trace.sampling).get("temperature", self.temperature)
+        teacher = teach(self.head, final.to(self.head.norm.dtype), temperature)
         agreement = float((teacher.argmax == generated).float().mean())
         self.agreed += agreement * len(generated)
         self.expected += teacher.expected * len(generated)

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from draftsmith.capture.conversation import Conversation
+from draftsmith.capture.overrides import template_of
 from draftsmith.capture.questions import read_questions
 from draftsmith.errors import UserError
 from draftsmith.recipe import MeasureSettings, QuestionSettings
@@ -81,12 +82,13 @@ def question_prompts(
         if len(prompts) == settings.limit:
             break
         conversation = Conversation(question, 0, preamble)
-        if conversation.done:
+        if question.problem or conversation.done:
             continue
         if question.key in trained:
             known += 1
             continue
-        prompts.append(Prompt(question.key, tuple(template.render(conversation.messages(), question.tools))))
+        own = template_of(template, question)
+        prompts.append(Prompt(question.key, tuple(own.render(conversation.messages(), question.tools))))
     if not prompts:
         raise UserError(
             f"{settings.questions}: expected questions that the draft was not trained on, found none "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,22 @@ def result_table(file: Path) -> Table:
 def comparison_table(files: dict[str, Path]) -> Table:
     """One column per arm."""
     return _table({arm: artifacts.read_json(file) for arm, file in files.items()})
+
+
+def served_table(result: dict[str, Any]) -> Table:
+    """A served measurement, one column per concurrency."""
+    levels = result["levels"]
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("requests at a time")
+    for level in levels:
+        table.add_column(str(level["concurrency"]), justify="right")
+    for name, cell in SERVED_ROWS.items():
+        table.add_row(name, *map(cell, levels))
+    for name in ("reasoning", "answer"):
+        if any(level.get(f"acceptance_length_{name}") for level in levels):
+            table.add_row(f"  in the {name}", *(_length(level.get(f"acceptance_length_{name}")) for level in levels))
+    table.add_row("outputs the same", _same(result))
+    return table
 
 
 def _table(results: dict[str, dict[str, Any]]) -> Table:
@@ -51,6 +68,49 @@ def _rows(result: dict[str, Any]) -> dict[str, str]:
         "speed-up": f"{result['speedup']:.2f}x",
         "timed replies": _timed(result["timed_identical_to_float32"]),
     }
+
+
+def _same(result: dict[str, Any]) -> str:
+    if result["lossless"] is None:
+        return "not compared"
+    return "yes" if result["lossless"] else f"{result['different']} of {result['compared']} differ"
+
+
+def _speed(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _gain(level: dict[str, Any]) -> str:
+    if level["speedup"] is None:
+        return "-"
+    least, most = level["speedup_spread"]
+    return f"{level['speedup']:.2f}x ({least:.2f}-{most:.2f})"
+
+
+def _milliseconds(name: str) -> Callable[[dict[str, Any]], str]:
+    """With the draft / without, medians."""
+
+    def cell(level: dict[str, Any]) -> str:
+        both = (level[name], level[f"baseline_{name}"])
+        return " / ".join("-" if times is None else f"{1000 * times['median']:.0f}" for times in both)
+
+    return cell
+
+
+def _rates(level: dict[str, Any]) -> str:
+    return " ".join("-" if rate is None else f"{rate:.2f}" for rate in level["acceptance_per_position"]) or "-"
+
+
+SERVED_ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "tokens/s with draft": lambda level: _speed(level["tokens_per_second"]),
+    "tokens/s without": lambda level: _speed(level["baseline_tokens_per_second"]),
+    "speed-up (least-most)": _gain,
+    "ms per token, with / without": _milliseconds("time_per_output_token"),
+    "ms to first token": _milliseconds("time_to_first_token"),
+    "acceptance length": lambda level: _length(level["acceptance_length"]),
+    "  as the engine counts": lambda level: _length(level.get("engine_acceptance_length")),
+    "acceptance per position": _rates,
+}
 
 
 def _length(value: float | None) -> str:

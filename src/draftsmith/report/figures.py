@@ -81,7 +81,7 @@ def length_chart(role: str, lengths: Sequence[int]) -> Chart:
         name=f"chart-length-{role}",
         title=f"{ROLES[role]} length",
         says=f"{len(lengths):,} traces, median {median:,} ids, longest {max(lengths):,}.",
-        figure=_json(figure),
+        figure=figure_json(figure),
         head=["ids", "traces"],
         rows=[[label, f"{count:,}"] for label, count in zip(ranges, counts, strict=True)],
     )
@@ -111,7 +111,7 @@ def loss_chart(curve: Curve) -> Chart | None:
         title="Loss",
         says=f"One line per step of the unrolled draft; the first step went from {number(first)} to {number(last)} "
         f"in {len(curve.steps):,} optimizer steps.",
-        figure=_json(figure),
+        figure=figure_json(figure),
         head=["optimizer step", *[f"step {k + 1}" for k in range(unrolled)]],
         rows=[
             [f"{block[-1]['step']:,}", *[number(_mean([line["loss"][k] for line in block])) for k in range(unrolled)]]
@@ -143,7 +143,7 @@ def acceptance_curve_chart(curve: Curve) -> Chart | None:
         name="chart-acceptance-curve",
         title="Held-out acceptance length while training",
         says=f"Greedy chain simulated on held-out traces; best {best:.2f}. 1.0 means that the draft does nothing.",
-        figure=_json(figure),
+        figure=figure_json(figure),
         head=["optimizer step", *[ROLES[role].lower() for role in series]],
         rows=[[f"{step:,}", *[number(values[i]) for values in series.values()]] for i, step in enumerate(steps)],
     )
@@ -177,7 +177,7 @@ def position_chart(per_position: dict[str, Sequence[float | None]], source: str)
         title="Acceptance per position",
         says="Conditional: of the drafts whose earlier tokens were all accepted, the share whose token at this "
         f"position was accepted too. {source}",
-        figure=_json(figure),
+        figure=figure_json(figure),
         head=["position", *[ROLES[role].lower() for role in series]],
         rows=[
             [str(p), *[share(values[p - 1]) if p <= len(values) else "" for values in series.values()]]
@@ -203,7 +203,7 @@ def arms_chart(lengths: dict[str, dict[str, float | None]]) -> Chart:
         name="chart-arms",
         title="Acceptance length per arm",
         says="Mean tokens per target forward, bonus token included. 1.0 means that the draft does nothing.",
-        figure=_json(figure),
+        figure=figure_json(figure),
         head=["arm", *[ROLES[role].lower() for role in roles]],
         rows=[[arm, *[number(values.get(role)) for role in roles]] for arm, values in lengths.items()],
     )
@@ -249,7 +249,8 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _json(figure: go.Figure) -> dict[str, Any]:
+def figure_json(figure: go.Figure) -> dict[str, Any]:
+    """A figure as plain values."""
     plain: dict[str, Any] = json.loads(figure.to_json())
     plain["layout"].pop("template", None)  # 6 KB per chart of colours that the page sets itself
     return plain

@@ -63,6 +63,8 @@ class Findings:
     checks: dict[str, dict[str, Any]]
     """Engine -> its parity check."""
     result: dict[str, Any] | None
+    served: dict[str, Any] | None
+    """What was measured on servers."""
 
 
 def read_findings(run: Path) -> Findings:
@@ -84,6 +86,7 @@ def read_findings(run: Path) -> Findings:
         best=_json_if_there(run / "draft" / "metrics.json"),
         checks={path.parent.name: read_json(path) for path in sorted((run / "export").glob("*/check.json"))},
         result=_json_if_there(run / "measure" / "result.json"),
+        served=_json_if_there(run / "measure" / "served.json"),
     )
 
 

@@ -27,6 +27,7 @@ from draftsmith.report.coloured import Decode, ShownTrace, show
 from draftsmith.report.figures import Chart
 from draftsmith.report.findings import Findings, TraceFindings, read_findings
 from draftsmith.report.sections import acceptance, exports, funnel, lengths, made_of, training, vocabulary
+from draftsmith.report.served import served
 from draftsmith.report.verdict import verdict
 from draftsmith.target.template import load_template
 
@@ -62,10 +63,12 @@ def render_report(findings: Findings, progress: Progress) -> tuple[int, str]:
     trained = training(findings)
     accepted = acceptance(findings)
     shown, says = _shown(findings, progress)
+    on_servers = served(findings.served, findings.manifests.get("draft", {}).get("fingerprint", ""))
     charts = [
         *length_charts,
         *(trained.charts if trained else ()),
         *([accepted.chart] if accepted and accepted.chart else ()),
+        *(on_servers.charts if on_servers else ()),
     ]
     text = render(
         "report.html.jinja",
@@ -79,6 +82,7 @@ def render_report(findings: Findings, progress: Progress) -> tuple[int, str]:
         vocabulary=vocabulary(findings),
         training=trained,
         acceptance=accepted,
+        served=on_servers,
         traces=shown,
         traces_say=says,
         exports=exports(findings.checks),

@@ -35,6 +35,10 @@ class Reply:
     reasoning_text: str | None = None
     answer_text: str | None = None
     tool_calls: Sequence[dict[str, Any]] = ()
+    spelled: Sequence[str] = ()
+    """The generated tokens one by one as texts, where the server's logprobs gave those and nothing gave ids."""
+    unread: Sequence[str] = ()
+    """Fields of the message that nobody reads; looked for only where neither ids nor a reasoning field came."""
     ids_source: IdsSource = "engine"
     usage: dict[str, Any] = field(default_factory=dict)
     timing: dict[str, Any] = field(default_factory=dict)

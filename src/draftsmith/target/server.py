@@ -1,36 +1,46 @@
-"""OpenAI-compatible chat servers as a target: connecting, balancing, waiting, trying again.
+"""OpenAI-compatible chat servers as a target: connecting, sending, waiting, trying again.
 
-One retry layer, this one: passing faults are met with a jittered, doubling wait (never less than a `Retry-After`),
-everything else is final at once. The only time limit of a generation is the deadline, counted from the moment its
-request is sent; a reply is silent until its end, so silence means nothing. Costs no memory beyond requests in flight.
+One retry layer, this one. What a fault costs: a server that cannot be reached and one that asks for patience (429, or
+503 with Retry-After) cost a question none of its tries, it waits; neither does the first generation that breaks off,
+which is sent again at once. Other passing faults (408, 409, 425, 5xx, nonsense) are met with a jittered, doubling wait,
+everything else is final at once. While no server is left, all requests wait and nothing is sent but a cheap GET, until
+the user's signal. The only time limit of a generation is the deadline, counted from the moment its request is sent; a
+reply is silent until its end, so silence means nothing. Costs no memory beyond the requests in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from urllib.parse import urlsplit
+from typing import Any
 
-import aiohttp
 import msgspec
 
 from draftsmith.errors import UserError
-from draftsmith.recipe import without_credentials
+from draftsmith.progress import clock
 from draftsmith.target.dialect import Asked, Chat, Dialect
+from draftsmith.target.endpoints import Endpoint, Endpoints, backoff
+from draftsmith.target.metrics import Queue, queue_of
+from draftsmith.target.models import Card, NotReady, choose, models_of, refuse_two_credentials
 from draftsmith.target.reply import Reply
-from draftsmith.target.wire import ChatFailed, PassingFault, explanation, one_line, refusal
+from draftsmith.target.transport import CONNECT_SECONDS, Transport, Unreachable
+from draftsmith.target.wire import Aborted, ChatFailed, PassingFault, refusal
 
-CONNECT_SECONDS = 30.0
-"""Patience for `/v1/models`, which a healthy server answers at once."""
-KEEPALIVE_SECONDS = 4.0
-"""vLLM (uvicorn) closes idle connections after 5 s; reusing one it just closed is a reset."""
-BACKOFF_SECONDS, BACKOFF_LIMIT = 0.5, 60.0
+LOOK_TIMEOUT = 10.0
+WATCH_SECONDS, METRICS_SECONDS = 0.25, 2.5
+REMIND_SECONDS, SAY_WAIT_SECONDS, SAY_REST_SECONDS = 60.0, 15.0, 10.0
+DEADLINE_FLOOR, SECONDS_PER_TOKEN = 600.0, 0.25
+"""4 tokens a second: a busy server without a GPU."""
+
+
+def deadline_for(max_tokens: int) -> float:
+    """Seconds after which a non-streaming reply of so many tokens is given up: time to queue, and a slow server's."""
+    return DEADLINE_FLOOR + SECONDS_PER_TOKEN * max_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,59 +59,76 @@ class ServerInfo:
 
 
 class NotSentAgain(Exception):
-    """A request met a passing fault while the run is being stopped: it has neither a reply nor a verdict."""
+    """A request was still to be sent when the run was stopped: it has neither a reply nor a verdict."""
 
 
 class ServerTarget:
     """One or several servers of one model, used as an async context manager; `connect` before `chat`.
 
-    How many requests run at once is the caller's business; each goes to the server with the fewest in flight.
+    How many requests run at once is the caller's business; each goes to the least burdened server.
+
+    Attributes:
+        waiting: requests that wait for a server or for their next try.
+        refused: requests answered by 429 or 503 so far.
     """
 
     def __init__(
         self, urls: Sequence[str], model: str | None, *, api_key_env: str, deadline: float, retries: int
     ) -> None:
-        self.endpoints = [_Endpoint(_base_url(url)) for url in urls]
+        self.pool = Endpoints(urls)
+        self.endpoints = self.pool.all
         self.model, self.api_key_env, self.deadline, self.retries = model, api_key_env, deadline, retries
         self.dialect: Dialect = Chat()
+        self.transport = Transport(api_key_env)
         self.draining = asyncio.Event()
+        self.say: Callable[[str], object] = lambda message: None
+        self.watcher: asyncio.Future[Any] | None = None
+        self.waiting = self.refused = 0
+        self.reminded_at = 0.0
 
     async def __aenter__(self) -> ServerTarget:
-        key = os.environ.get(self.api_key_env, "").strip()  # a line break is no header, and would be shown
-        for endpoint in self.endpoints:
-            if key and "@" in urlsplit(endpoint.url).netloc:  # one header cannot carry both
-                raise UserError(
-                    f"{endpoint.shown}: expected either a user in the URL or a key in {self.api_key_env}, found both; "
-                    "drop one, or name another variable with --api-key-env"
-                )
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
-            timeout=aiohttp.ClientTimeout(total=None),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-        )
+        refuse_two_credentials(self.endpoints, self.transport, self.api_key_env)
+        await self.transport.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        await self.session.close()
+        if self.watcher is not None:
+            self.watcher.cancel()
+            await asyncio.gather(self.watcher, return_exceptions=True)
+        await self.transport.__aexit__()
 
-    async def connect(self) -> ServerInfo:
-        """Asks every server for its models and settles which one is meant.
+    async def connect(
+        self, wait_seconds: float = 0.0, say: Callable[[str], object] = lambda message: None
+    ) -> ServerInfo:
+        """Asks every server for its models and settles which one is meant; goes on as soon as one server is ready.
+
+        Servers that are down are looked at from then on, and used once they answer.
+
+        Args:
+            wait_seconds: patience while none is ready: connections refused, 5xx, or 404 while it is loading.
+            say: where to tell what is seen, now and later.
 
         Raises:
-            UserError: a server is down, is no OpenAI-compatible one, refuses the key, or does not offer the model.
+            UserError: no server is ready in time, or one refuses the key or does not offer the model.
         """
-        cards = [self._choose(endpoint, await self._models(endpoint)) for endpoint in self.endpoints]
-        self.model = cards[0].id
+        self.say = say
+        ready = await self._ready(wait_seconds)
+        cards = []
+        for endpoint in ready:
+            cards.append(choose(endpoint, ready[endpoint], self.model))
+            self.model = cards[0].id
+        self.watcher = asyncio.gather(*map(self._watch, self.endpoints))
+        self.watcher.add_done_callback(lambda _: self.pool.wake())
         lengths = [card.max_model_len for card in cards if card.max_model_len is not None]
         return ServerInfo(
-            model=self.model,
-            root=cards[0].root or self.model,
+            model=cards[0].id,
+            root=cards[0].root or cards[0].id,
             max_model_len=min(lengths) if lengths else None,
             urls=tuple(endpoint.shown for endpoint in self.endpoints),
             engine=cards[0].owned_by or "unknown",
-            version=await self._version(self.endpoints[0]),
+            version=await self._version(),
         )
 
     async def chat(self, asked: Asked) -> Reply:
@@ -109,36 +136,122 @@ class ServerTarget:
 
         Raises:
             ChatFailed: the server refused for good, the deadline passed, or the last try met a passing fault too.
-            NotSentAgain: `drain` was called while the request waited for its next try.
+            NotSentAgain: `drain` was called while the request waited to be sent.
         """
-        attempt = 0
+        sent, hurried, avoid = 0, False, None
         while True:
-            attempt += 1
-            endpoint = min(self.endpoints, key=_Endpoint.burden)
+            endpoint = await self._free_endpoint(avoid)
+            sent_at, avoid = time.monotonic(), endpoint
             try:
                 reply = await self._ask(endpoint, asked)
+            except Unreachable as fault:
+                self._say_left_out(endpoint, endpoint.lost(fault.reason, sent_at, time.monotonic()))
             except PassingFault as fault:
-                if attempt > self.retries:
-                    raise ChatFailed(f"{fault.reason}, {attempt} tries", passing=True) from None
-                wait = max(fault.retry_after, _backoff(attempt))
-                endpoint.rests_until = time.monotonic() + wait
-                await self._pause(wait)
+                self.refused += fault.status in (429, 503)
+                if fault.busy:
+                    await self._rest(endpoint, fault)
+                    continue
+                sent += 1
+                self._say_left_out(endpoint, endpoint.faulted(fault.reason, sent_at, time.monotonic()))
+                if isinstance(fault, Aborted) and not hurried:
+                    hurried = True
+                    continue
+                if sent - hurried > self.retries:
+                    raise ChatFailed(f"{fault.reason}, sent {sent} times", passing=True) from None
+                await self._pause(max(fault.retry_after, backoff(sent)))
+            except ChatFailed as failure:
+                if not failure.passing:  # it answers, if only to say no
+                    self._answered(endpoint, sent_at)
+                raise
             else:
-                return replace(reply, timing=reply.timing | {"attempts": attempt})
+                self._answered(endpoint, sent_at)
+                return replace(reply, timing=reply.timing | {"attempts": sent + 1})
+
+    async def get(self, path: str, endpoint: Endpoint | None = None) -> tuple[int, bytes]:
+        """Status and body of a GET with this target's auth, from `endpoint` (default: the first one that is up).
+
+        Args:
+            path: under the API base (`/models`) or, with two slashes, under the server's root (`//version`).
+
+        Raises:
+            PassingFault: no answer: a connection fault, or none within `CONNECT_SECONDS`.
+        """
+        return await self.transport.within(CONNECT_SECONDS, "GET", (endpoint or self._first()).at(path))
+
+    async def post(
+        self, path: str, body: bytes, endpoint: Endpoint | None = None, seconds: float | None = None
+    ) -> tuple[int, bytes]:
+        """Status and body of a POST of JSON, sent once; otherwise as `get`. `seconds`: its limit (default: deadline).
+
+        Raises:
+            PassingFault: no answer: a connection fault, or none within the limit.
+        """
+        url = (endpoint or self._first()).at(path)
+        return await self.transport.within(seconds or self.deadline, "POST", url, body)
 
     def drain(self) -> None:
-        """From now on nothing is sent again: requests in flight may end, those waiting for their next try are over."""
+        """From now on nothing is sent: requests in flight may end, those waiting to be sent are over."""
         self.draining.set()
+        self.pool.wake()
+
+    @property
+    def running(self) -> int:
+        """Requests that are at a server."""
+        return sum(endpoint.in_flight for endpoint in self.endpoints)
+
+    @property
+    def up(self) -> int:
+        """Servers that are not left out."""
+        return sum(not endpoint.reason for endpoint in self.endpoints)
+
+    @property
+    def queue(self) -> Queue | None:
+        """What the servers' metrics say of their queues, together; None: they say nothing."""
+        known = [endpoint.queue for endpoint in self.endpoints if endpoint.queue and not endpoint.reason]
+        if not known:
+            return None
+        running, waiting = sum(queue.running for queue in known), sum(queue.waiting for queue in known)
+        return Queue(running, waiting, min(queue.at for queue in known))
+
+    def loads(self) -> list[dict[str, Any]]:
+        """Each server as it is shown: `url`, `in_flight`, `state` (ok, resting, down), `queue` (None: unknown)."""
+        now = time.monotonic()
+        return [
+            {
+                "url": endpoint.shown,
+                "in_flight": endpoint.in_flight,
+                "state": endpoint.state(now),
+                "queue": endpoint.queue.waiting if endpoint.queue else None,
+            }
+            for endpoint in self.endpoints
+        ]
+
+    async def _free_endpoint(self, avoid: Endpoint | None) -> Endpoint:
+        self.waiting += 1
+        try:
+            while not self.draining.is_set():
+                endpoint = self.pool.choose(time.monotonic(), avoid)
+                if endpoint is not None:
+                    return endpoint
+                if self.watcher is not None and self.watcher.done():
+                    self.watcher.result()
+                await self.pool.changed.wait()
+        finally:
+            self.waiting -= 1
+        raise NotSentAgain
 
     async def _pause(self, seconds: float) -> None:
+        self.waiting += 1
         try:
             await asyncio.wait_for(self.draining.wait(), seconds)
         except TimeoutError:
             return
+        finally:
+            self.waiting -= 1
         raise NotSentAgain
 
-    async def _ask(self, endpoint: _Endpoint, asked: Asked) -> Reply:
-        endpoint.in_flight += 1
+    async def _ask(self, endpoint: Endpoint, asked: Asked) -> Reply:
+        endpoint.begin()
         try:
             async with asyncio.timeout(self.deadline):
                 return await self.dialect.ask(partial(self._post, endpoint), self.model or "", asked)
@@ -148,127 +261,120 @@ class ServerTarget:
         finally:
             endpoint.in_flight -= 1
 
-    async def _post(self, endpoint: _Endpoint, path: str, body: bytes) -> bytes:
-        base = endpoint.url.removesuffix("/v1") if path.startswith("//") else endpoint.url
-        try:
-            async with self.session.post(
-                base + path.replace("//", "/", 1),
-                data=body,
-                headers={"Content-Type": "application/json"},
-                allow_redirects=False,
-            ) as response:
-                content = await response.read()
-        except aiohttp.ClientError as error:
-            raise PassingFault(f"connection fault: {one_line(str(error) or type(error).__name__)}") from None
-        if response.status != 200:
-            raise refusal(response.status, response.headers, content)
+    async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
+        status, headers, content = await self.transport.exchange("POST", endpoint.at(path), body)
+        if status != 200:
+            raise refusal(status, headers, content)
         return content
 
-    async def _models(self, endpoint: _Endpoint) -> list[_Card]:
-        """The model list, under the URL as given or with /v1; settles the endpoint's base URL."""
-        tried = [endpoint.url] if endpoint.url.endswith("/v1") else [endpoint.url + "/v1", endpoint.url]
-        for url in tried:
-            status, content = await self._get(url + "/models", endpoint.shown)
-            if status == 404:
-                continue
-            if status in (401, 403):
-                found = "its key was refused" if os.environ.get(self.api_key_env) else "it is not set"
-                raise UserError(
-                    f"{endpoint.shown}: HTTP {status}, expected an API key in the environment variable "
-                    f"{self.api_key_env}, {found}; export the right key, or name its variable with --api-key-env"
-                )
-            if status != 200:
-                raise UserError(
-                    f"{endpoint.shown}: expected its model list, found HTTP {status} ({explanation(content)}); "
-                    "wait until the server is ready, or correct --server"
-                )
-            try:
-                cards = msgspec.json.decode(content, type=_Cards).data
-            except msgspec.DecodeError:
-                continue
-            endpoint.url = url
-            return cards
-        raise UserError(
-            f"{endpoint.shown}: expected an OpenAI-compatible API, found none at "
-            f"{' or '.join(without_credentials(url) + '/models' for url in tried)}; give --server its base URL"
-        )
+    async def _rest(self, endpoint: Endpoint, fault: PassingFault) -> None:
+        """Sends nothing to a server that asks for patience; the request waits too, unless another server is free."""
+        now = time.monotonic()
+        seconds, news = endpoint.rest(fault.retry_after, now)
+        if news and seconds >= SAY_REST_SECONDS:
+            self.say(f"{endpoint.shown}: {fault.reason}; nothing is sent there for {clock(seconds)}")
+        if self.pool.choose(now, endpoint) is None:
+            await self._pause(random.uniform(1.0, 1.3) * seconds)  # not all at once when the rest is over
 
-    def _choose(self, endpoint: _Endpoint, cards: list[_Card]) -> _Card:
-        offered = [card.id for card in cards]
-        if self.model is None and len(cards) == 1:
-            return cards[0]
-        for card in cards:
-            if card.id == self.model:
-                return card
-        wanted = "one model of several" if self.model is None else f"the model {self.model}"
-        raise UserError(
-            f"{endpoint.shown}: expected {wanted}, the server offers {', '.join(offered) or 'none'}; "
-            "name one with --model"
-        )
+    def _say_left_out(self, endpoint: Endpoint, news: bool) -> None:
+        if news:
+            self.reminded_at = time.monotonic()
+            rest = "the others go on" if self.up else "no server is left, so all requests wait until one answers"
+            self.say(f"{endpoint.shown} is left out for now ({endpoint.reason}): {rest}")
 
-    async def _version(self, endpoint: _Endpoint) -> str:
+    def _answered(self, endpoint: Endpoint, sent_at: float) -> None:
+        since = endpoint.answered(sent_at)
+        if since is not None:
+            self.say(f"{endpoint.shown} answers again after {clock(time.monotonic() - since)}")
+            self.pool.wake()
+
+    async def _ready(self, wait_seconds: float) -> dict[Endpoint, list[Card]]:
+        """The models of the servers that are ready; waits for the first one, and leaves out those that are not."""
+        until, said, said_at = time.monotonic() + wait_seconds, "", 0.0
+        while True:
+            ready, missing = {}, {}
+            found = await asyncio.gather(*(self._look(endpoint, CONNECT_SECONDS) for endpoint in self.endpoints))
+            for endpoint, cards in zip(self.endpoints, found, strict=True):
+                if isinstance(cards, NotReady):
+                    missing[endpoint] = cards
+                else:
+                    ready[endpoint] = cards
+            left = until - time.monotonic()
+            if ready or left <= 0:
+                break
+            reasons = "; ".join(f"{endpoint.shown}: {fault.reason}" for endpoint, fault in missing.items())
+            if reasons != said or time.monotonic() - said_at >= SAY_WAIT_SECONDS:
+                said, said_at = reasons, time.monotonic()
+                self.say(f"waiting {clock(left)} at most: {reasons}")
+            await asyncio.sleep(min(2.0, left))
+        for endpoint, fault in missing.items():
+            if not ready:
+                raise UserError(f"{endpoint.shown}: {fault.reason}; {fault.advice}")
+            endpoint.leave_out(fault.reason, time.monotonic())
+            self.say(f"{endpoint.shown} is left out until it answers: {fault.reason}")
+        return ready
+
+    async def _look(self, endpoint: Endpoint, seconds: float) -> list[Card] | NotReady:
+        try:
+            return await models_of(endpoint, self.transport, self.api_key_env, seconds)
+        except NotReady as fault:
+            return fault
+
+    async def _watch(self, endpoint: Endpoint) -> None:
+        """Looks after one server for ever: whether it is back, how long its queue is, when its rest is over."""
+        metrics_at = 0.0
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now = time.monotonic()
+            if endpoint.reason and now >= endpoint.look_at:
+                await self._look_again(endpoint)
+            elif not endpoint.reason and now >= metrics_at:
+                endpoint.queue = await self._queue(endpoint)
+                # One that has no metrics, or is too busy to tell, is asked less often.
+                metrics_at = time.monotonic() + METRICS_SECONDS * (1 if endpoint.queue else 12)
+            self._remind(now)
+            self.pool.wake()
+
+    async def _look_again(self, endpoint: Endpoint) -> None:
+        endpoint.queue = None
+        try:
+            cards = await self._look(endpoint, LOOK_TIMEOUT)
+            if not isinstance(cards, NotReady):
+                choose(endpoint, cards, self.model)
+                endpoint.back(time.monotonic())
+                return
+            reason = cards.reason
+        except UserError as error:  # another model, another key
+            reason = str(error)
+        endpoint.leave_out(reason, time.monotonic())
+
+    async def _queue(self, endpoint: Endpoint) -> Queue | None:
+        at = time.monotonic()
+        try:
+            status, content = await self.transport.within(LOOK_TIMEOUT, "GET", endpoint.at("//metrics"))
+        except PassingFault:
+            return None
+        return queue_of(content, at) if status == 200 else None
+
+    def _remind(self, now: float) -> None:
+        """Says now and then that nothing is sent because no server is left."""
+        if not self.up and now - self.reminded_at >= REMIND_SECONDS:
+            self.reminded_at = now
+            since = max(endpoint.left_out_at or now for endpoint in self.endpoints)
+            reasons = "; ".join(f"{endpoint.shown}: {endpoint.reason}" for endpoint in self.endpoints)
+            self.say(f"no server has answered for {clock(now - since)}, {self.waiting} requests wait ({reasons})")
+
+    def _first(self) -> Endpoint:
+        return next((endpoint for endpoint in self.endpoints if not endpoint.reason), self.endpoints[0])
+
+    async def _version(self) -> str:
         """`/version` as vLLM answers it; "" where there is none."""
-        status, content = await self._get(endpoint.url.removesuffix("/v1") + "/version", endpoint.shown)
         try:
+            status, content = await self.get("//version")
             return msgspec.json.decode(content, type=_Version).version if status == 200 else ""
-        except msgspec.DecodeError:
+        except (PassingFault, msgspec.DecodeError):
             return ""
-
-    async def _get(self, url: str, shown: str) -> tuple[int, bytes]:
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                async with self.session.get(url) as response:
-                    return response.status, await response.read()
-        except aiohttp.InvalidURL:
-            raise UserError(f"{shown}: expected a URL such as http://localhost:8000") from None
-        except (aiohttp.ClientError, TimeoutError) as error:
-            reason = one_line(str(error)) or f"no answer within {CONNECT_SECONDS:g} s"
-            raise UserError(f"{shown}: the server does not answer ({reason}); start it, or correct --server") from None
-
-
-class _Endpoint:
-    """One server and how busy it is."""
-
-    def __init__(self, url: str) -> None:
-        self.url, self.shown = url, without_credentials(url)
-        self.in_flight = 0
-        self.rests_until = 0.0
-
-    def burden(self) -> tuple[bool, int]:
-        """Order of preference: one that just failed rests a while, then the fewest requests in flight."""
-        return time.monotonic() < self.rests_until, self.in_flight
-
-
-class _Card(msgspec.Struct):
-    id: str
-    root: str | None = None
-    owned_by: str | None = None
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
 
 
 class _Version(msgspec.Struct):
     version: str
-
-
-def _backoff(attempt: int) -> float:
-    """Seconds before try `attempt` + 1: doubling, bounded, and spread so that requests don't come back all at once."""
-    doubled: float = BACKOFF_SECONDS * 2.0**attempt
-    return random.uniform(0.5, 1.0) * min(BACKOFF_LIMIT, doubled)
-
-
-def _base_url(url: str) -> str:
-    """The URL without a trailing slash or a pasted endpoint path; http:// where no scheme is given.
-
-    Raises:
-        UserError: no URL.
-    """
-    url = url if "://" in url else f"http://{url}"
-    try:
-        urlsplit(url)
-    except ValueError:
-        raise UserError(f"{without_credentials(url)}: expected a URL such as http://localhost:8000") from None
-    return url.rstrip("/").removesuffix("/chat/completions").removesuffix("/models")

@@ -15,6 +15,7 @@ from typing import Any
 
 from draftsmith.artifacts import fingerprint
 from draftsmith.errors import UserError
+from draftsmith.target.spelling import spelling
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt", "spiece.model")
 RESERVED_OPTIONS = frozenset(
@@ -86,13 +87,15 @@ class Template:
 
     def encode(self, text: str) -> list[int]:
         """Ids of already rendered text; no BOS or EOS is added, special tokens written out in it are recognised."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return spelling(self.tokenizer).encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens and spacing as they are."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return spelling(self.tokenizer).decode(ids)
+
+    def readable(self, ids: Sequence[int]) -> str:
+        """The text of ids for people: stop ids left out, stripped."""
+        return spelling(self.tokenizer, self.stop_ids).decode(ids).strip()
 
     def token_id(self, token: str) -> int | None:
         """The id of a token that is one entry of the vocabulary, or None."""

@@ -29,6 +29,8 @@ ENDED = frozenset({"stop", "tool_calls"})
 """Finish reasons of a reply that the target itself ended. Any other (length, abort, a filter's) means it was cut."""
 TAIL = 64
 """Ids at the prompt's end that are decoded to see which delimiter it ends in."""
+STRIDE = 512
+"""Ids that are decoded at once in search of a delimiter's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +151,13 @@ def split(
     if closing is None:
         return Split((start, _without_stop(template, generated_ids)), None, "cut_in_reasoning", opened)
     reasoning = (start, closing[0])
-    thought = text_of(template, generated_ids, reasoning) != ""
+    thought = _says_something(template, generated_ids[slice(*reasoning)])
     return Split(reasoning if thought else None, (closing[1], end), _answer_state(finish_reason), opened)
 
 
 def text_of(template: Template, generated_ids: Sequence[int], span: Span | None) -> str:
     """The text of a span for people: stop ids dropped, stripped; empty for no span."""
-    if span is None:
-        return ""
-    return template.decode([i for i in generated_ids[slice(*span)] if i not in template.stop_ids]).strip()
+    return "" if span is None else template.readable(generated_ids[slice(*span)])
 
 
 def _detected(template: Template) -> Family:
@@ -206,6 +206,11 @@ def _channel_delimiters(template: Template) -> Delimiters:
     )
 
 
+def _says_something(template: Template, ids: Sequence[int]) -> bool:
+    """Whether the ids have a text for people: mostly the first few tell, unless they end inside a character."""
+    return bool(template.readable(ids[:TAIL]).strip("\ufffd").strip()) or template.readable(ids) != ""
+
+
 def _split_channels(
     template: Template, prompt_ids: Sequence[int], generated_ids: Sequence[int], finish_reason: str
 ) -> Split:
@@ -242,16 +247,25 @@ def _find(
     template: Template, ids: Sequence[int], start: int, ways: tuple[tuple[int, ...], ...], text: str
 ) -> Span | None:
     """The first delimiter at or after `start`, as a span over `ids`."""
-    if _single(ways):
-        return next(((i, i + 1) for i in range(start, len(ids)) if ids[i] == ways[0][0]), None)
-    return _text_window(template, ids, start, text)
+    if not _single(ways):
+        return _text_window(template, ids, start, text)
+    try:
+        found = ids.index(ways[0][0], start)
+    except ValueError:
+        return None
+    return found, found + 1
 
 
 def _text_window(template: Template, ids: Sequence[int], start: int, text: str) -> Span | None:
     """The smallest run of ids at or after `start` whose decoded text holds the first `text`."""
-    if text not in template.decode(ids[start:]):
+    overlap = TAIL + len(text.encode())
+    for first in range(start, len(ids), STRIDE):
+        end, start = min(first + STRIDE, len(ids)), max(start, first - overlap)
+        if text in template.decode(ids[start:end]):
+            break
+    else:
         return None
-    lengths = range(start, len(ids) + 1)
+    lengths = range(start, end + 1)
     stop = lengths[bisect_left(lengths, True, key=lambda i: text in template.decode(ids[start:i]))]
     starts = range(start, stop)
     late = bisect_left(starts, True, key=lambda i: text not in template.decode(ids[i:stop]))

@@ -1,10 +1,11 @@
-"""The OpenAI chat format on the wire: a request's body, a reply's fields, and what each refusal means.
+"""What goes over the wire: bodies of requests, fields of replies (chat, SGLang's `/generate`), and what refusals mean.
 
 Sampling values are always explicit (servers take what a request leaves open from the model's generation_config.json,
 penalties included: P05), template options lie on the top level (`extra_body` is a notion of the Python SDK;
 servers ignore it), and ids are asked for: `return_token_ids` on vLLM >= 0.10.2 (`prompt_token_ids` at the root,
-`choices[].token_ids`) and recent SGLang (`choices[].prompt_token_ids`, `choices[].response_token_ids`). The reasoning
-is read from `reasoning` (vLLM >= 0.11.1) and `reasoning_content` (vLLM before, SGLang, llama.cpp).
+`choices[].token_ids`) and recent SGLang (`choices[].prompt_token_ids`, `choices[].response_token_ids`), `return_tokens`
+with `verbose` on llama.cpp (`__verbose`), `return_tokens_as_token_ids` in the logprobs of older vLLM. The reasoning is
+read from `reasoning` (vLLM >= 0.11.1) and `reasoning_content` (vLLM before, SGLang, llama.cpp).
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import email.utils
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from draftsmith.target.reply import Reply, Sampling
 
+S = TypeVar("S", bound=msgspec.Struct)
 PASSING_STATUS = frozenset({408, 409, 425, 429})
 """Worth another try, as is every 5xx; any other status is final."""
 ABOUT_THE_SERVER = frozenset({401, 403, 404})
@@ -40,6 +43,30 @@ NEUTRAL: Mapping[str, float] = {
 """What must not change the target's distribution: a draft learns the plain one, and `--local` samples from it."""
 
 
+ASK_IDS: Mapping[str, Any] = {"return_token_ids": True}
+"""vLLM >= 0.10.2, recent SGLang; llama.cpp ignores it silently, TRT-LLM refuses every field it does not know."""
+ASK_TOKENS: Mapping[str, Any] = {"return_tokens": True, "verbose": True}
+"""llama.cpp: either alone gives nothing."""
+ASK_LOGGED: Mapping[str, Any] = {"logprobs": True}
+ASK_LOGGED_IDS: Mapping[str, Any] = {"logprobs": True, "return_tokens_as_token_ids": True}
+"""vLLM since 0.5: the tokens of the logprobs read `token_id:17`."""
+LOGGED_ID = "token_id:"
+CHAT_FIELDS = frozenset(
+    {
+        "role",
+        "content",
+        "reasoning",
+        "reasoning_content",
+        "tool_calls",
+        "function_call",
+        "refusal",
+        "annotations",
+        "audio",
+    }
+)
+"""What a message may hold that is read, or has nothing to do with reasoning."""
+
+
 class ChatFailed(Exception):
     """A request that ended without a reply. `passing`: the same request may succeed later."""
 
@@ -49,11 +76,25 @@ class ChatFailed(Exception):
 
 
 class PassingFault(Exception):
-    """A fault that another try may not meet. `retry_after`: seconds the server asked for."""
+    """A fault that another try may not meet.
 
-    def __init__(self, reason: str, retry_after: float = 0.0) -> None:
+    Attributes:
+        retry_after: seconds the server asked for.
+        status: HTTP status, 0 where there was none.
+    """
+
+    def __init__(self, reason: str, retry_after: float = 0.0, status: int = 0) -> None:
         super().__init__(reason)
-        self.reason, self.retry_after = reason, retry_after
+        self.reason, self.retry_after, self.status = reason, retry_after, status
+
+    @property
+    def busy(self) -> bool:
+        """The server asks for patience: nothing is wrong with the request."""
+        return self.status == 429 or (self.status == 503 and self.retry_after > 0)
+
+
+class Aborted(PassingFault):
+    """A generation that was begun and broke off: the connection was cut, or the server gave it up."""
 
 
 class _Message(msgspec.Struct):
@@ -63,9 +104,18 @@ class _Message(msgspec.Struct):
     tool_calls: list[dict[str, Any]] | None = None
 
 
+class _Logged(msgspec.Struct):
+    token: str
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logged] | None = None
+
+
 class _Choice(msgspec.Struct):
     message: _Message
     finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
     token_ids: list[int] | None = None
     response_token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -77,14 +127,56 @@ class _Completion(msgspec.Struct):
     usage: dict[str, Any] | None = None
 
 
+class _Verbose(msgspec.Struct):
+    tokens: list[int]
+    prompt: str
+    tokens_evaluated: int
+
+
+class _Spoken(_Completion):
+    """llama.cpp's completion."""
+
+    verbose: _Verbose | None = msgspec.field(default=None, name="__verbose")
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    matched: int | str | list[int] | None = None
+    message: str | None = None
+
+
+class _Meta(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: _Finish | None = None
+    cached_tokens: int | None = None
+
+
+class _Generation(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: list[int]
+    text: str | None = None
+
+
 def chat_body(
     model: str,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     sampling: Sampling,
     template_options: Mapping[str, Any],
+    asks: Mapping[str, Any] = ASK_IDS,
+    every_token: int = -1,
 ) -> bytes:
-    """The JSON body of `POST /chat/completions`."""
+    """The JSON body of `POST /chat/completions`.
+
+    Args:
+        asks: fields that ask for ids in one engine's way.
+        every_token: `top_k` that keeps every token: -1 to vLLM, SGLang (refuses 0) and llama.cpp, 0 to TRT-LLM.
+    """
     body: dict[str, Any] = {
         **NEUTRAL,
         "model": model,
@@ -92,10 +184,10 @@ def chat_body(
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,  # -1 is "every token" to vLLM, SGLang and llama.cpp; SGLang refuses 0
+        "top_k": sampling.top_k or every_token,
         "seed": sampling.seed,
         "stream": False,
-        "return_token_ids": True,
+        **asks,
     }
     if tools:
         body["tools"] = list(tools)
@@ -106,19 +198,105 @@ def chat_body(
 
 def chat_reply(content: bytes, timing: dict[str, Any]) -> Reply:
     """A 200 body as a Reply; whatever cannot be one (cut off, HTML of a proxy, no choice) is a passing fault."""
+    reply = _chat_reply(_decoded(content, _Completion, "chat completion"), timing)
+    if reply.generated_ids or reply.reasoning_text is not None:
+        return reply
+    return replace(reply, unread=_unread(content))
+
+
+def llamacpp_reply(content: bytes, timing: dict[str, Any]) -> tuple[Reply, str, int]:
+    """As `chat_reply`, of llama.cpp: a Reply without prompt ids, the prompt's text ("": not given) and its length."""
+    completion = _decoded(content, _Spoken, "chat completion")
+    reply, seen = _chat_reply(completion, timing), completion.verbose
+    if seen is None:
+        return reply, "", 0
+    return replace(reply, generated_ids=seen.tokens), seen.prompt, seen.tokens_evaluated
+
+
+def generate_body(prompt_ids: Sequence[int], sampling: Sampling) -> bytes:
+    """The JSON body of SGLang's `POST /generate`."""
+    values = {
+        **NEUTRAL,
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "sampling_seed": sampling.seed,
+    }
+    return msgspec.json.encode({"input_ids": list(prompt_ids), "sampling_params": values, "stream": False})
+
+
+def generate_reply(content: bytes, prompt_ids: Sequence[int], timing: dict[str, Any]) -> Reply:
+    """A 200 body of SGLang's `/generate` as a Reply.
+
+    Raises:
+        ChatFailed: the server used only a part of the prompt.
+        PassingFault: as `chat_reply`.
+    """
+    generation = _decoded(content, _Generation, "generation")
+    meta = generation.meta_info
+    kind = meta.finish_reason.type if meta.finish_reason else ""
+    if kind == "abort":
+        raise Aborted("the server aborted the generation")
+    if meta.prompt_tokens != len(prompt_ids):
+        raise ChatFailed(
+            f"prompt_truncated: sent {len(prompt_ids)} prompt ids, the server used {meta.prompt_tokens}", passing=False
+        )
+    matched = meta.finish_reason.matched if meta.finish_reason else None
+    ids = generation.output_ids
+    if isinstance(matched, int) and len(ids) == meta.completion_tokens - 1:  # versions that trim the stop id
+        ids = [*ids, matched]
+    return Reply(
+        prompt_ids=prompt_ids,
+        generated_ids=ids,
+        finish_reason=FINISH.get(kind, ""),
+        answer_text=generation.text,
+        usage={
+            "prompt_tokens": meta.prompt_tokens,
+            "completion_tokens": meta.completion_tokens,
+            "cached_tokens": meta.cached_tokens,
+        },
+        timing=timing,
+    )
+
+
+def tokens_of(content: bytes) -> list[int]:
+    """The ids of a 200 body of `/tokenize` (vLLM, SGLang, llama.cpp)."""
+    return _decoded(content, _Tokens, "list of tokens").tokens
+
+
+def _decoded(content: bytes, kind: type[S], what: str) -> S:
     try:
-        completion = msgspec.json.decode(content, type=_Completion)
+        return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise PassingFault(f"the reply is not a chat completion ({one_line(str(error))})") from None
+        raise PassingFault(f"the reply is not a {what} ({one_line(str(error))})") from None
+
+
+def _unread(content: bytes) -> tuple[str, ...]:
+    """Names of the message's fields that hold something and are none of the chat format's own."""
+    message = msgspec.json.decode(content)["choices"][0]["message"]
+    return tuple(
+        name
+        for name, value in message.items()
+        if name not in CHAT_FIELDS and isinstance(value, str | list | dict) and value
+    )
+
+
+def _chat_reply(completion: _Completion, timing: dict[str, Any]) -> Reply:
     if not completion.choices:
         raise PassingFault("the reply holds no choice")
     choice = completion.choices[0]
     if choice.finish_reason == "abort":
-        raise PassingFault("the server aborted the generation")
+        raise Aborted("the server aborted the generation")
     message = choice.message
+    logged = [entry.token for entry in choice.logprobs.content or ()] if choice.logprobs else []
+    ids = choice.token_ids or choice.response_token_ids
+    if not ids and logged and all(token.startswith(LOGGED_ID) for token in logged):
+        ids, logged = [int(token.removeprefix(LOGGED_ID)) for token in logged], []
     return Reply(
         prompt_ids=completion.prompt_token_ids or choice.prompt_token_ids or (),
-        generated_ids=choice.token_ids or choice.response_token_ids or (),
+        generated_ids=ids or (),
+        spelled=logged,
         finish_reason=FINISH.get(choice.finish_reason, ""),
         reasoning_text=message.reasoning if message.reasoning is not None else message.reasoning_content,
         answer_text=message.content,
@@ -132,7 +310,7 @@ def refusal(status: int, headers: Mapping[str, str], content: bytes) -> ChatFail
     """What a status other than 200 means: final, or worth another try."""
     reason = f"HTTP {status}: {explanation(content)}"
     if status in PASSING_STATUS or status >= 500:
-        return PassingFault(reason, _retry_after(headers.get("Retry-After", "")))
+        return PassingFault(reason, _retry_after(headers.get("Retry-After", "")), status)
     if status == 400 and any(words in reason.lower() for words in TOO_LONG):
         return ChatFailed(f"prompt_too_long: {explanation(content)}", passing=False)
     return ChatFailed(reason, passing=status in ABOUT_THE_SERVER)

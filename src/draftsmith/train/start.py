@@ -28,7 +28,10 @@ INIT_STD = 0.02
 MLA_HEAD_DIM = 128
 """Head width of a Llama-style draft for a target with latent attention, which has no plain head width of its own."""
 UNSUPPORTED_ROPE = ("mscale", "mscale_all_dim", "partial_rotary_factor")
-"""Rope values that engines' plain Llama attention does not read: a fresh draft is trained without them."""
+"""Rope values that a fresh draft is trained without. In the attention of DeepSeek and Kimi the two mscales cancel out
+of cos and sin, and the scores are multiplied by the square of YaRN's factor instead. A Llama layer (transformers, vLLM
+0.32 and SGLang 0.5.23 alike) has that square when cos and sin carry the factor, which is when the pair is left out. And
+it turns whole heads."""
 
 
 def fresh_draft(target: dict[str, Any], head: TargetHead, vocab: Vocab, settings: TrainSettings) -> Eagle3Draft:

@@ -283,8 +283,8 @@ def test_hub_faults_are_one_clear_line(monkeypatch: pytest.MonkeyPatch, fault: E
         ([{"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}], "tool call with a function name"),
         ([{"conversations": [{"from": "function_call", "value": "{"}]}], "tool call as JSON, found '{'"),
         (
-            [{"prompt": "A", "chat_template_kwargs": {"enable_thinking": False}}],
-            "column chat_template_kwargs: .* give those of all rows with --template-options",
+            [{"prompt": "A", "chat_template_kwargs": {"tokenize": False}}],
+            "column chat_template_kwargs: draftsmith sets tokenize itself",
         ),
         ([{"prompt": "A", "tools": "clock"}], "tools: expected a list of tool descriptions, found str"),
     ],
@@ -352,3 +352,28 @@ def test_fingerprints_need_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# rows that cannot be asked among others
+
+
+def test_a_minority_of_bad_rows_is_kept_among_the_others(write: Write) -> None:
+    found = read(write({"prompt": "A"}, {"prompt": ""}, {"prompt": "B"}, {"prompt": ""}))
+    assert [(question.copies, bool(question.problem)) for question in found] == [(1, False), (2, True), (1, False)]
+    assert found[1].problem.endswith("line 2: expected a prompt, found an empty one; remove the row")
+
+
+def test_a_source_of_mostly_bad_rows_is_refused_with_the_first_reason(write: Write) -> None:
+    rows = [{"prompt": "A"}, {"prompt": ""}, {"text": "B"}]
+    with pytest.raises(
+        UserError, match=r"line 2: expected a prompt, found an empty one.*\(2 of 3 rows cannot be asked"
+    ):
+        read(write(*rows))
+
+
+def test_twenty_bad_rows_at_the_start_are_enough(write: Write) -> None:
+    bad = [{"text": str(number)} for number in range(20)]
+    good = [{"prompt": str(number)} for number in range(1000)]
+    with pytest.raises(UserError, match=r"line 1: unknown schema.*\(20 of 20 rows"):
+        read(write(*bad, *good))
+    assert len(read(write(good[0], *bad, *good[1:]))) == 1020

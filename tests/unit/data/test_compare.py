@@ -93,6 +93,6 @@ def test_the_script_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert "1 of 2 replies identical (50.0%)" in said
     row = next(line for line in said.splitlines() if " b " in line)
-    assert [cell.strip() for cell in row.strip("│").split("│")] == ["b", "-", "1", "3", "9", "-"]
+    assert [cell.strip() for cell in row.strip("│").split("│")] == ["b", "-", "1", "3", "9", "-", "-", "-"]
     assert main([str(left), str(tmp_path / "nothing")]) == 2
     assert "expected Parquet trace files" in capsys.readouterr().err

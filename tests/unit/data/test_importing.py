@@ -94,6 +94,25 @@ def test_rows_without_an_answer_are_rejected_and_counted(importer: Any) -> None:
     assert [(t.state, t.error) for t in stage.traces()][:2] == [("rejected", "no recorded answer")] * 2
 
 
+def test_a_row_that_cannot_be_asked_is_rejected_and_the_others_are_imported(importer: Any) -> None:
+    stage = importer(template=HEAD + BODY + START)
+    picture = {"prompt": [{"type": "image_url"}], "response": "a cat"}
+    counts = stage.run(ALPHA, picture, {"prompt": "gamma", "response": "delta"})
+    assert (counts["ok"], counts["rejected"]) == (2, 1)
+    (bad,) = stage.traces(frozenset({"rejected"}))
+    assert bad.error.startswith("unusable question: ") and "line 2: holds a part of type 'image_url'" in bad.error
+
+
+def test_template_options_of_a_row_shape_its_own_prompt(importer: Any) -> None:
+    opening = START.replace("assistant\\n'", "assistant\\n' + (mark or '')")
+    stage = importer(template=HEAD + BODY + opening)
+    stage.run(ALPHA, {"prompt": "gamma", "response": "delta", "chat_template_kwargs": {"mark": "!"}})
+    plain, marked = stage.traces()
+    assert stage.texts(plain)[0].endswith("assistant\n")
+    assert stage.texts(marked)[0].endswith("assistant\n!")
+    assert json.loads(marked.sampling)["template_options"] == {"mark": "!"}
+
+
 def test_a_dataset_without_any_answer_is_refused(importer: Any) -> None:
     with pytest.raises(UserError, match=r"none of 2 rows holds an answer to learn from \(no recorded answer\)"):
         importer().run({"prompt": "A"}, {"prompt": "B"})

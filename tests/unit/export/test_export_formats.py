@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from draftsmith.errors import UserError
 from draftsmith.export import sglang, speculators, vllm
+from draftsmith.export.launching import launch_line
 from draftsmith.export.reading import refuse_inexpressible
 from draftsmith.recipe import Engine, ExportSettings
 from toy_export import DRAFTED, HIDDEN, VOCAB, Exported, failed, toy_config, toy_target
@@ -83,14 +84,17 @@ def test_every_field_is_written_whatever_its_default_is() -> None:
 
 # P40
 def test_launch_lines_say_eagle3() -> None:
-    vllm_words = shlex.split(vllm.launch_line("toy/target", "runs/a b/export/vllm"))
+    vllm_words = shlex.split(launch_line("vllm", "toy/target", "runs/a b/export/vllm"))
     speculative = json.loads(vllm_words[vllm_words.index("--speculative-config") + 1])
     assert speculative["method"] == "eagle3"
     assert speculative["model"] == "runs/a b/export/vllm"
-    sglang_words = shlex.split(sglang.launch_line("toy/target", "runs/a/export/sglang"))
+    sglang_words = shlex.split(launch_line("sglang", "toy/target", "runs/a/export/sglang"))
     assert sglang_words[sglang_words.index("--speculative-algorithm") + 1] == "EAGLE3"
     assert sglang_words[sglang_words.index("--speculative-num-steps") + 1] == "3"
     assert sglang_words[sglang_words.index("--speculative-num-draft-tokens") + 1] == "4"
+    gguf_words = shlex.split(launch_line("llamacpp", "target.gguf", "runs/a/export/llamacpp"))
+    assert gguf_words[gguf_words.index("--spec-type") + 1] == "draft-eagle3"
+    assert "--no-spec-draft-backend-sampling" in gguf_words
 
 
 @pytest.mark.parametrize(

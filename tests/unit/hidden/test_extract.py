@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from draftsmith.hidden.target_head import load_target_head
 from draftsmith.progress import Progress
 from draftsmith.recipe import ExtractSettings
 from draftsmith.target.loading import load_model
-from draftsmith.trace import Trace, write_traces
+from draftsmith.trace import Trace, read_metadata, write_traces
 from tiny_target import save_tiny_target
 
 LAYERS = (1, 3, 4)
@@ -112,6 +114,24 @@ def test_states_of_another_target_stop_the_run(tmp_path: Path, make_stage: MakeS
         UserError, match=r"reproduces .* of 5\d\d captured ids, expected at least 90.0%; no known fault"
     ):
         extract.build(stage, SETTINGS.model_copy(update={"target": str(other)}), progress)
+
+
+def test_each_trace_is_judged_at_the_temperature_it_was_made_with(
+    tmp_path: Path, make_stage: MakeStage, progress: Progress
+) -> None:
+    stage = make_stage("hidden")
+    traces = make_traces(stage.run, save_tiny_target(tmp_path / "m"))
+    hot = json.dumps({"temperature": 1000.0})  # draws from it are nearly even over the vocabulary
+    rng = random.Random(0)
+    mixed = [
+        replace(trace, sampling=hot, generated_ids=[rng.randrange(90) for _ in trace.generated_ids])
+        if number % 2
+        else trace
+        for number, trace in enumerate(traces)
+    ]
+    path = stage.folder("traces") / "part-00000.parquet"
+    write_traces(path, mixed, read_metadata(stage.folder("traces")))
+    assert 0.4 < extract.build(stage, SETTINGS, progress)["agreement"] < 0.7
 
 
 def test_a_shift_by_one_is_named(tmp_path: Path, make_stage: MakeStage, progress: Progress) -> None:

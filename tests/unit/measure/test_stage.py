@@ -342,6 +342,14 @@ def test_questions_of_the_training_split_are_left_out(run: Path, tmp_path: Path)
     assert longest_reply(run / "traces") == 3
 
 
+def test_questions_that_cannot_be_asked_are_left_out(run: Path, tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "so what"}, {"prompt": [{"type": "image_url"}]}, {"prompt": "times three"}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    build(stage_of(run), settings(questions=str(source), rounds=1), QUIET)
+    assert len(rows_of(run)) == 2
+
+
 def read(run: Path) -> dict[str, str]:
     from draftsmith.trace import read_metadata
 

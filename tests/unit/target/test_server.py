@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import UserError
+from draftsmith.target import endpoints
 from draftsmith.target import server as server_module
 from draftsmith.target.reply import Sampling
-from draftsmith.target.server import NotSentAgain, ServerTarget
+from draftsmith.target.server import NotSentAgain, ServerTarget, deadline_for
 from draftsmith.target.template import Template, load_template
-from draftsmith.target.wire import ChatFailed, explanation
+from draftsmith.target.wire import ChatFailed, PassingFault, explanation
 from fault_server import Fault, FaultServer, Says
+from mock_engine import MockConfig, MockEngine
 from toy_chat import asking, save_toy_tokenizer
 
 QUESTION = [{"role": "user", "content": "2+2?"}]
+ANY = asking(QUESTION, (), Sampling(max_tokens=50), {})
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,10 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(endpoints, "BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(endpoints, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(endpoints, "LOOK_LIMIT", 0.02)
+    monkeypatch.setattr(server_module, "WATCH_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -47,9 +53,17 @@ def serve(template: Template) -> Iterator[Callable[..., FaultServer]]:
 
 @asynccontextmanager
 async def connected(*servers: FaultServer, **options: Any) -> AsyncIterator[ServerTarget]:
+    async with target_of(*(server.url for server in servers), **options) as target:
+        yield target
+
+
+@asynccontextmanager
+async def target_of(
+    *urls: str, say: Callable[[str], object] = print, wait: float = 0.0, **options: Any
+) -> AsyncIterator[ServerTarget]:
     options = {"model": None, "api_key_env": "TOY_KEY", "deadline": 20.0, "retries": 3, **options}
-    async with ServerTarget([server.url for server in servers], options.pop("model"), **options) as target:
-        await target.connect()
+    async with ServerTarget(urls, options.pop("model"), **options) as target:
+        await target.connect(wait, say)
         yield target
 
 
@@ -168,7 +182,7 @@ async def test_a_passing_fault_is_met_with_another_try(serve: Callable[..., Faul
 async def test_a_fault_that_does_not_pass_ends_after_the_last_try(serve: Callable[..., FaultServer]) -> None:
     server = serve(fault=lambda text, nth: Fault(status=503))
     async with connected(server, retries=2) as target:
-        with pytest.raises(ChatFailed, match="HTTP 503: as told, 3 tries") as failure:
+        with pytest.raises(ChatFailed, match="HTTP 503: as told, sent 3 times") as failure:
             await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {}))
     assert failure.value.passing
     assert len(server.requests) == 3
@@ -201,17 +215,257 @@ async def test_draining_ends_the_wait_for_another_try(serve: Callable[..., Fault
             await chat
 
 
-async def test_requests_spread_over_servers_and_leave_a_failing_one_alone(serve: Callable[..., FaultServer]) -> None:
-    well, ill = serve(), serve(fault=lambda text, nth: Fault(status=503, headers={"Retry-After": "5"}))
-    async with connected(well, ill) as target:
-        target.endpoints[1].rests_until = 0.0
-        target.endpoints[0].in_flight = 1  # the ill one is preferred at first
-        started = asyncio.create_task(target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {})))
-        await asyncio.to_thread(ill.wait_for, lambda: len(ill.requests) == 1)
-        replies = [await target.chat(asking(QUESTION, (), Sampling(max_tokens=50), {})) for _ in range(3)]
-        started.cancel()
-    assert [reply.answer_text for reply in replies] == ["Four"] * 3
-    assert (len(well.requests), len(ill.requests)) == (3, 1)
+async def test_the_first_break_is_tried_again_at_once(
+    serve: Callable[..., FaultServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "BACKOFF_SECONDS", 1000.0)
+    server = serve(fault=lambda text, nth: Fault(reset=True) if nth == 1 else None)
+    async with connected(server) as target, asyncio.timeout(20):
+        assert (await target.chat(ANY)).timing["attempts"] == 2
+
+
+async def test_a_request_that_broke_goes_to_another_server(serve: Callable[..., FaultServer]) -> None:
+    well, ill = serve(), serve(fault=lambda text, nth: Fault(cut_transfer=True))
+    async with connected(ill, well) as target:
+        assert (await target.chat(ANY)).answer_text == "Four"
+    assert (len(ill.requests), len(well.requests)) == (1, 1)
+
+
+async def test_a_request_for_patience_costs_no_try(serve: Callable[..., FaultServer]) -> None:  # P12
+    faults = {1: Fault(status=429), 2: Fault(status=503, headers={"Retry-After": "0.01"})}
+    server = serve(fault=lambda text, nth: faults.get(nth))
+    async with connected(server, retries=0) as target:
+        assert (await target.chat(ANY)).timing["attempts"] == 1
+        assert target.refused == 2
+    assert len(server.requests) == 3
+
+
+async def test_a_server_that_asks_for_patience_is_left_alone_and_its_request_goes_elsewhere(
+    serve: Callable[..., FaultServer],
+) -> None:
+    well, ill = serve(), serve(fault=lambda text, nth: Fault(status=503, headers={"Retry-After": "600"}))
+    async with connected(ill, well) as target, asyncio.timeout(20):
+        replies = [await target.chat(ANY) for _ in range(4)]
+        assert [load["state"] for load in target.loads()] == ["resting", "ok"]
+    assert [reply.answer_text for reply in replies] == ["Four"] * 4
+    assert (len(well.requests), len(ill.requests)) == (4, 1)
+
+
+async def test_each_request_goes_to_the_server_with_the_fewest(serve: Callable[..., FaultServer]) -> None:
+    servers = [serve(fault=lambda text, nth: Fault(silent=0.2)) for _ in range(3)]
+    async with connected(*servers) as target:
+        chats = [asyncio.create_task(target.chat(ANY)) for _ in range(9)]
+        await asyncio.to_thread(servers[0].wait_for, lambda: sum(len(s.requests) for s in servers) == 9)
+        assert [load["in_flight"] for load in target.loads()] == [3, 3, 3]
+        assert target.running == 9
+        await asyncio.gather(*chats)
+        assert target.running == 0
+    assert [len(server.requests) for server in servers] == [3, 3, 3]
+
+
+async def test_a_content_type_is_no_reason_to_lose_a_reply(serve: Callable[..., FaultServer]) -> None:
+    body = b'{"choices": [{"message": {"content": "Four"}, "finish_reason": "stop"}]}'
+    async with connected(serve(fault=lambda text, nth: Fault(body=body))) as target:  # application/octet-stream
+        assert (await target.chat(ANY)).answer_text == "Four"
+
+
+async def test_a_connection_that_the_server_closed_while_idle_costs_no_try() -> None:
+    with MockEngine(MockConfig(keepalive=0.05)) as engine:
+        async with target_of(engine.url) as target:
+            for _ in range(3):
+                assert (await target.chat(ANY)).timing["attempts"] == 1
+                await asyncio.sleep(0.3)
+        paths = engine.stats()["paths"]
+    assert paths["/v1/chat/completions"] == 3
+
+
+async def test_a_cancelled_request_leaves_nothing_behind(serve: Callable[..., FaultServer]) -> None:
+    server = serve(fault=lambda text, nth: Fault(hang=True))
+    async with connected(server) as target:
+        chat = asyncio.create_task(target.chat(ANY))
+        await asyncio.to_thread(server.wait_for, lambda: len(server.requests) == 1)
+        chat.cancel()
+        await asyncio.gather(chat, return_exceptions=True)
+        assert (target.running, target.waiting) == (0, 0)
+
+
+# servers that go and come
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the condition never came true")
+
+
+async def test_requests_wait_for_a_server_that_is_down_and_lose_neither_a_try_nor_their_deadline(
+    serve: Callable[..., FaultServer],
+) -> None:
+    server = serve()
+    said: list[str] = []
+    async with target_of(server.url, say=said.append, retries=0, deadline=0.5) as target:
+        server.__exit__()
+        chats = [asyncio.create_task(target.chat(ANY)) for _ in range(5)]
+        await until(lambda: target.waiting == 5)
+        await asyncio.sleep(0.7)
+        assert target.up == 0
+        again = serve(port=server.port)
+        replies = await asyncio.gather(*chats)
+    assert [reply.answer_text for reply in replies] == ["Four"] * 5
+    assert len(again.requests) == 5
+    assert "no server is left, so all requests wait until one answers" in said[0]
+    assert "answers again after" in said[1]
+    assert len(said) == 2
+
+
+async def test_a_dead_server_is_left_out_while_the_others_go_on_and_comes_back(
+    serve: Callable[..., FaultServer],
+) -> None:
+    one, other = serve(), serve()
+    said: list[str] = []
+    async with target_of(one.url, other.url, say=said.append, retries=0) as target:
+        one.__exit__()
+        replies = await asyncio.gather(*(target.chat(ANY) for _ in range(8)))
+        assert [load["state"] for load in target.loads()] == ["down", "ok"]
+        assert len(other.requests) == 8
+        one = serve(port=one.port)
+        await until(lambda: target.up == 2)
+        replies += await asyncio.gather(*(target.chat(ANY) for _ in range(8)))
+    assert [reply.answer_text for reply in replies] == ["Four"] * 16
+    assert len(one.requests) > 0
+    assert "the others go on" in said[0] and "answers again after" in said[1]
+
+
+async def test_while_a_server_gives_nothing_but_faults_nothing_is_sent_but_a_look(
+    serve: Callable[..., FaultServer],
+) -> None:
+    server = serve(fault=lambda text, nth: Fault(status=502))
+    said: list[str] = []
+    async with target_of(server.url, say=said.append, retries=2) as target:
+        server.models_status = 502
+        chats = [asyncio.create_task(target.chat(ANY)) for _ in range(8)]
+        await until(lambda: target.waiting == 8 and target.up == 0)
+        sent = len(server.requests)
+        await asyncio.sleep(0.3)
+        assert len(server.requests) == sent <= 2 * 8
+        server.fault, server.models_status = lambda text, nth: None, 200
+        replies = await asyncio.gather(*chats)
+    assert [reply.answer_text for reply in replies] == ["Four"] * 8
+    assert "HTTP 502" in said[0]
+
+
+async def test_a_server_that_lists_its_models_but_fails_every_request_costs_one_question_at_a_time(
+    serve: Callable[..., FaultServer],
+) -> None:
+    server = serve(fault=lambda text, nth: Fault(status=500))
+    async with target_of(server.url, retries=3) as target:
+        chats = [asyncio.create_task(target.chat(ANY)) for _ in range(6)]
+        await until(lambda: any(chat.done() for chat in chats))
+        assert sum(chat.done() for chat in chats) < 6
+        server.fault = lambda text, nth: None
+        ended = await asyncio.gather(*chats, return_exceptions=True)
+    assert any(isinstance(end, ChatFailed) and "HTTP 500: as told, sent 4 times" in end.reason for end in ended)
+    assert any(not isinstance(end, BaseException) for end in ended)
+
+
+async def test_draining_ends_the_wait_for_a_server(serve: Callable[..., FaultServer]) -> None:
+    server = serve()
+    async with connected(server) as target:
+        server.__exit__()
+        chat = asyncio.create_task(target.chat(ANY))
+        await until(lambda: target.waiting == 1)
+        target.drain()
+        with pytest.raises(NotSentAgain):
+            await chat
+
+
+async def test_connecting_waits_for_a_server_that_is_still_loading(serve: Callable[..., FaultServer]) -> None:
+    server = serve(models_status=503)
+    said: list[str] = []
+
+    def say(message: str) -> None:
+        said.append(message)
+        server.models_status = 200
+
+    async with target_of(server.url, say=say, wait=20) as target:
+        assert target.model == "toy"
+    assert len(said) == 1
+    assert "waiting 19 s at most" in said[0] and "found HTTP 503 (loading)" in said[0]
+
+
+async def test_waiting_in_vain_says_what_was_found(serve: Callable[..., FaultServer]) -> None:
+    said: list[str] = []
+    with pytest.raises(UserError, match="the server does not answer .*; start it, or correct --server"):
+        async with target_of("http://127.0.0.1:9", say=said.append, wait=0.1):
+            pass
+    assert "the server does not answer" in said[0]
+
+
+async def test_one_server_that_is_up_is_enough_to_begin_with(serve: Callable[..., FaultServer]) -> None:
+    late, well = serve(), serve()
+    said: list[str] = []
+    late.__exit__()
+    async with target_of(late.url, well.url, say=said.append) as target:
+        assert "is left out until it answers: the server does not answer" in said[0]
+        await target.chat(ANY)
+        late = serve(port=late.port)
+        await until(lambda: target.up == 2)
+        for _ in range(3):
+            await target.chat(ANY)
+    assert len(late.requests) > 0
+
+
+async def test_a_server_that_comes_back_with_another_model_stays_out(serve: Callable[..., FaultServer]) -> None:
+    one, other = serve(), serve()
+    async with target_of(one.url, other.url) as target:
+        one.__exit__()
+        await asyncio.gather(*(target.chat(ANY) for _ in range(4)))
+        one = serve(port=one.port, models=("another",))
+        await until(lambda: "the server offers another" in target.endpoints[0].reason)
+        await asyncio.gather(*(target.chat(ANY) for _ in range(4)))
+    assert len(one.requests) == 0
+
+
+async def test_servers_that_serve_different_models_are_refused(serve: Callable[..., FaultServer]) -> None:
+    with pytest.raises(UserError, match="expected the model toy, the server offers another"):
+        async with connected(serve(), serve(models=("another",))):
+            pass
+
+
+async def test_paths_are_taken_from_the_api_base_or_the_root(serve: Callable[..., FaultServer]) -> None:
+    async with connected(serve()) as target:
+        assert (await target.get("/models"))[0] == 200
+        assert json.loads((await target.get("//version"))[1]) == {"version": "0.32.0"}
+        assert (await target.get("/nothing"))[0] == 404
+        assert (await target.post("//nothing", b"{}"))[0] == 404
+        target.transport.session.headers.clear()
+        with pytest.raises(PassingFault, match="no answer within 1e-09 s"):
+            await target.post("/chat/completions", b"{}", seconds=1e-9)
+
+
+async def test_the_queue_is_read_from_metrics_of_the_servers_that_have_them(serve: Callable[..., FaultServer]) -> None:
+    with MockEngine(MockConfig(engine="sglang", latency=1.5, slots=1)) as engine:
+        async with target_of(engine.url, serve(models=("mock",)).url) as target:
+            target.endpoints[1].reason = "not part of this"
+            chats = [asyncio.create_task(target.chat(ANY)) for _ in range(3)]
+            await until(lambda: target.running == 3)
+            target.endpoints[0].queue = await target._queue(target.endpoints[0])
+            assert target.queue is not None and target.queue[:2] == (1, 2)
+            assert target.loads()[0]["queue"] == 2
+            assert await target._queue(target.endpoints[1]) is None
+            for chat in chats:
+                chat.cancel()
+            await asyncio.gather(*chats, return_exceptions=True)
+
+
+def test_a_deadline_grows_with_the_reply_and_leaves_time_to_queue() -> None:  # P11
+    assert deadline_for(1) > 600
+    assert deadline_for(8192) > 40 * 60
+
+
+# connecting
 
 
 async def test_connecting_tells_model_limit_engine_and_version(serve: Callable[..., FaultServer]) -> None:
@@ -290,9 +544,9 @@ def test_the_explanation_is_found_in_every_engines_error_body(body: bytes) -> No
 
 
 def test_backoff_doubles_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "BACKOFF_SECONDS", 0.5)
+    monkeypatch.setattr(endpoints, "BACKOFF_SECONDS", 0.5)
     for attempt, most in [(1, 1.0), (2, 2.0), (5, 16.0), (30, 60.0)]:
-        assert all(most / 2 <= server_module._backoff(attempt) <= most for _ in range(20))
+        assert all(most / 2 <= endpoints.backoff(attempt) <= most for _ in range(20))
 
 
 async def test_says_can_be_cut(serve: Callable[..., FaultServer]) -> None:

@@ -9,6 +9,8 @@ import pytest
 from draftsmith.errors import UserError
 from draftsmith.target.template import Template, load_template
 from draftsmith.target.thinking import (
+    STRIDE,
+    TAIL,
     Split,
     delimiters_from_json,
     delimiters_json,
@@ -158,6 +160,23 @@ def test_spans_of_random_replies_hold_just_what_was_written_in_them(thinker: Tem
         assert found.reasoning is not None
         assert found.answer is not None
         assert 0 <= found.reasoning[0] < found.reasoning[1] < found.answer[0] <= found.answer[1] == len(ids)
+
+
+def test_delimiters_are_found_wherever_they_stand_in_a_long_reply(thinker: Template) -> None:
+    for length in [*range(STRIDE - 20, STRIDE + 3), 3 * STRIDE - 1]:
+        thought = "".join(random.Random(length).choices("abc", k=length - 1)) + "."
+        found, reasoning, answer, _ = told(thinker, "Q<think>\n", f"{thought}</think>\nFour, not 5</think>")
+        assert reasoning.removesuffix(".") == thought.removesuffix(".")  # ".<" may be one id, the delimiter's
+        assert answer == "Four, not 5</think>"
+        assert found.state == "ok"
+
+
+def test_thinking_that_starts_with_parts_of_a_blank_character_is_still_looked_at_whole(make_template: Any) -> None:
+    template = make_template(marks=THINK)
+    found, reasoning, _, _ = told(template, "Q", "<think>" + "\u3000" * TAIL + "</think>Four")
+    assert (found.reasoning, reasoning) == (None, "")
+    found, reasoning, _, _ = told(template, "Q", "<think>" + "\u3000" * TAIL + "So</think>Four")
+    assert reasoning == "So"
 
 
 def test_custom_delimiters_may_hold_characters_of_several_bytes(make_template: Any) -> None:

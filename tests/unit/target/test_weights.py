@@ -63,6 +63,41 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, tensors: dict[str, torch.T
         read_head_weights(tmp_path, tied=False)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("beside", "scheme"),
+    [
+        ("lm_head.weight_packed", "int4 or int8 packed, compressed-tensors"),
+        ("lm_head.weight_scale_inv", "fp8 in blocks"),
+        ("lm_head.weight_scale", "fp8 or int8, compressed-tensors"),
+        ("lm_head.weight_global_scale", "nvfp4"),
+        ("lm_head.weight_blocks", "mxfp4"),
+        ("lm_head_blocks", "mxfp4"),
+        ("lm_head.qweight", "GPTQ or AWQ"),
+        ("model.embed_tokens.weight_scale", "fp8 or int8"),
+        ("language_model.lm_head.weight_packed", "int4"),
+        ("model.language_model.embed_tokens.weight_scale", "fp8"),
+    ],
+)
+def test_a_quantised_head_or_embedding_is_refused_with_its_scheme_and_never_taken_for_a_tied_one(
+    tmp_path: Path, beside: str, scheme: str, tied: bool
+) -> None:
+    names = ["model.embed_tokens.weight", "model.norm.weight", beside]
+    # No shard exists: the index alone says it.
+    index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=f"is quantised .{scheme}.*{beside} is there"):
+        read_head_weights(tmp_path, tied=tied)
+
+
+def test_the_head_of_a_multimodal_checkpoint_of_transformers_5_is_found(tmp_path: Path) -> None:
+    names = ("model.language_model.embed_tokens.weight", "model.language_model.norm.weight", "lm_head.weight")
+    save_file({name: torch.full((2, 2), float(n)) for n, name in enumerate(names)}, tmp_path / "model.safetensors")
+    found = read_head_weights(tmp_path, tied=False)
+    assert found.lm_head is not None
+    assert [float(t[0, 0]) for t in (found.embed_tokens, found.norm, found.lm_head)] == [0.0, 1.0, 2.0]
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     index = {"weight_map": dict.fromkeys(names, "model-9.safetensors")}

@@ -1,0 +1,260 @@
+"""What one step of an engine takes, from where it can be had: served engines, the reference measurement, or typed in.
+
+On a server, `concurrency` requests run at a time. A plain step is the time that replies took after their first token
+over the tokens they got in it; a step with draft is the same time over the drafts the engine counted. Both hold however
+many drafts are accepted, so a prediction needs no more than a few prompts, and not those it will be checked on.
+
+Before there is a draft, a plain server can stand in: checking k+1 tokens of B requests costs about what one token of
+B * (k+1) requests does (the same rows through every weight; attention reads less), and a draft step its share of the
+target's weights. Both are estimates and are called so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.measure.load import Load, Server, run_load
+from draftsmith.measure.payoff import Replies, StepTimes, composed
+from draftsmith.measure.served_bench import Bench, set_up
+from draftsmith.measure.served_checks import connect
+from draftsmith.progress import Progress
+from draftsmith.recipe import MeasureSettings, PayoffSettings
+from draftsmith.target.transport import Transport
+
+PER_REQUEST = 2
+"""Prompts per parallel request of a round: the batch stays full for most of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """What was measured at one concurrency. Seconds; medians over the rounds."""
+
+    times: StepTimes
+    replies: Replies | None
+    """Of the replies that were timed; None where nothing but steps is known."""
+    draft_prefill: float
+    """What the draft adds to the time until the first token."""
+    spread: float
+    """Largest over least step with draft (plain step where there is none), of the rounds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Step times and where they come from, in words."""
+
+    source: str
+    levels: tuple[Level, ...]
+
+    @property
+    def times(self) -> list[StepTimes]:
+        """Of all levels."""
+        return [level.times for level in self.levels]
+
+
+def served_steps(run: Path, settings: PayoffSettings, share: float | None, progress: Progress) -> Measured:
+    """Measures on the servers of `settings`.
+
+    Args:
+        run: whose prompts are asked.
+        settings: servers and concurrencies.
+        share: of a plain step, what a draft step takes; for a plain server without one that drafts.
+        progress: for the bar.
+
+    Raises:
+        UserError: a server is not usable, or the draft's share is not known.
+    """
+    return asyncio.run(_served(run, settings, share, progress))
+
+
+async def _served(run: Path, settings: PayoffSettings, share: float | None, progress: Progress) -> Measured:
+    if settings.baseline_server is None:
+        raise UserError("payoff: expected --baseline-server (plain steps are what a draft is held against), found none")
+    async with AsyncExitStack() as stack:
+        servers: dict[str, Server] = {}
+        contexts = []
+        for side, url in (("baseline", settings.baseline_server), ("draft", settings.server)):
+            if url is not None:
+                transport = await stack.enter_async_context(Transport(settings.api_key_env, kept=False))
+                servers[side], context = await connect(side, url, settings.model, transport, settings.api_key_env)
+                contexts += [context] if context else []
+        measure = MeasureSettings(limit=1 << 20, max_tokens=settings.max_tokens, questions=settings.questions)
+        bench = set_up(run, measure, contexts)
+        drafting = "draft" in servers
+        wanted = settings.concurrency if drafting else _levels(settings)
+        replies = sum(len(_prompts(bench, level)) for level in wanted) * settings.rounds * len(servers)
+        found: dict[int, dict[str, list[Load]]] = {}
+        with progress.track("step times", replies, "replies") as tracker:
+            for level in wanted:
+                prompts = _prompts(bench, level)
+                found[level] = {side: [] for side in servers}
+                for number in range(settings.rounds + 1):  # the first one warms up
+                    for side, server in servers.items():
+                        load = await run_load(server, prompts, bench.samplings, bench.stop_ids, level, lambda: None)
+                        if number:
+                            found[level][side].append(load)
+                            tracker.update(tracker.done + len(prompts))
+    if drafting:
+        return Measured(
+            source=f"measured on {servers['draft'].engine} with and without the draft",
+            levels=tuple(_level(level, loads, servers["draft"].engine) for level, loads in found.items()),
+        )
+    if share is None:
+        raise UserError(
+            "payoff: expected --server with a draft, or --draft-share (a draft step as a share of a plain one), found "
+            "neither, and the run does not tell"
+        )
+    plain = {level: loads["baseline"] for level, loads in found.items()}
+    return Measured(
+        source=f"plain steps measured on {servers['baseline'].engine}; checking k+1 tokens taken as k+1 times the "
+        f"requests, a draft step as {share:.1%} of a plain one (estimates)",
+        levels=tuple(_estimated(level, plain, settings, share) for level in settings.concurrency),
+    )
+
+
+def typed_steps(settings: PayoffSettings) -> Measured:
+    """Step times from `--target-ms`, `--verify-ms` and `--draft-ms`, each `CONCURRENCY:MILLISECONDS`.
+
+    Raises:
+        UserError: not of that form, or a concurrency with only some of the three.
+    """
+    target, verify, draft = (
+        _typed(flag, values)
+        for flag, values in (
+            ("--target-ms", settings.target_ms),
+            ("--verify-ms", settings.verify_ms),
+            ("--draft-ms", settings.draft_ms),
+        )
+    )
+    if not target or not target.keys() == verify.keys() == draft.keys():
+        raise UserError(
+            f"payoff: expected --target-ms, --verify-ms and --draft-ms for the same concurrencies, found "
+            f"{sorted(target)}, {sorted(verify)} and {sorted(draft)}"
+        )
+    levels = []
+    for number in sorted(target):
+        times = composed(number, target[number], {settings.draft_tokens: verify[number]}, draft[number], 0.0)
+        levels.append(Level(times=times, replies=None, draft_prefill=0.0, spread=1.0))
+    return Measured(source=f"typed in, for {settings.draft_tokens} draft tokens", levels=tuple(levels))
+
+
+def reference_steps(result: Mapping[str, Any]) -> Measured:
+    """Step times of the reference decoder, from `measure/result.json`: one request at a time, on this machine.
+
+    Its tokens per second are of whole replies, so a step is acceptance length / tokens per second.
+    """
+    k, rounds = result["draft_tokens"], result["rounds"]
+    length = result["acceptance_length"]
+    if length is None:
+        raise UserError("payoff: the run's measurement has no acceptance length (all replies are loops); measure again")
+    plain = 1 / result["baseline_tokens_per_second"]
+    times = StepTimes(concurrency=1, target=plain, with_draft={k: length / result["tokens_per_second"]})
+    speeds = [one["speedup"] for one in rounds] if rounds and "speedup" in rounds[0] else [1.0]
+    level = Level(times=times, replies=None, draft_prefill=0.0, spread=max(speeds) / min(speeds))
+    return Measured(source="measured with the reference decoder, one request at a time", levels=(level,))
+
+
+def draft_share(target: Mapping[str, Any], draft: Mapping[str, Any]) -> float | None:
+    """A draft step as a share of a plain one, by the weights each reads per token; None where the target is not dense.
+
+    Args:
+        target: the target's text config.
+        draft: the draft's `DraftConfig.to_json()`.
+    """
+    if any("expert" in name and value for name, value in target.items()):
+        return None
+    hidden, layers = target["hidden_size"], target["num_hidden_layers"]
+    heads = target["num_attention_heads"]
+    width = target.get("head_dim") or hidden // heads
+    kv = (target.get("num_key_value_heads") or heads) * width
+    layer = hidden * (2 * heads * width + 2 * kv + 3 * target["intermediate_size"])
+    whole = layers * layer + hidden * target["vocab_size"]
+    q, own_kv = (draft[name] * draft["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    own = hidden * (2 * q + 4 * own_kv + q + 3 * draft["intermediate_size"] + draft["draft_vocab_size"])
+    return float(own / whole)
+
+
+def _levels(settings: PayoffSettings) -> list[int]:
+    """Those that a plain server must be measured at to stand in for one that drafts."""
+    return sorted({*settings.concurrency, *(level * (settings.draft_tokens + 1) for level in settings.concurrency)})
+
+
+def _prompts(bench: Bench, level: int) -> list[Any]:
+    wanted = PER_REQUEST * level
+    return [bench.prompts[index % len(bench.prompts)] for index in range(wanted)]
+
+
+def _level(level: int, loads: Mapping[str, Sequence[Load]], engine: str) -> Level:
+    plain = [_plain_step(load) for load in loads["baseline"]]
+    steps = [_draft_step(load, engine) for load in loads["draft"]]
+    depth = max(len(load.counted.per_position) for load in loads["draft"])
+    if not depth:
+        raise UserError(f"payoff: {engine} does not tell how many tokens it drafts; give --draft-tokens and type steps")
+    first = statistics.median(_first(load) for load in loads["baseline"])
+    return Level(
+        times=StepTimes(
+            concurrency=level, target=statistics.median(plain), with_draft={depth: statistics.median(steps)}
+        ),
+        replies=Replies(prefill=first, tokens=_length(loads["baseline"])),
+        draft_prefill=statistics.median(_first(load) for load in loads["draft"]) - first,
+        spread=max(steps) / min(steps),
+    )
+
+
+def _estimated(level: int, plain: Mapping[int, Sequence[Load]], settings: PayoffSettings, share: float) -> Level:
+    steps = [_plain_step(load) for load in plain[level]]
+    target = statistics.median(steps)
+    k = settings.draft_tokens
+    verify = statistics.median(_plain_step(load) for load in plain[level * (k + 1)])
+    return Level(
+        times=composed(level, target, {k: verify}, share * target, 0.0),
+        replies=Replies(prefill=statistics.median(map(_first, plain[level])), tokens=_length(plain[level])),
+        draft_prefill=0.0,
+        spread=max(steps) / min(steps),
+    )
+
+
+def _decoding(load: Load) -> float:
+    """Seconds after the first token, summed over the replies."""
+    return sum(reply.parts[-1].at - reply.parts[0].at for reply in load.replies)
+
+
+def _plain_step(load: Load) -> float:
+    later = sum(len(reply.ids) - len(reply.parts[0].ids) for reply in load.replies)
+    if not later:
+        raise UserError("payoff: expected replies of several tokens to time steps on, found none; raise --max-tokens")
+    return _decoding(load) / later
+
+
+def _draft_step(load: Load, engine: str) -> float:
+    steps = load.counted.drafts or sum(reply.verified or 0 for reply in load.replies)
+    if not steps:
+        raise UserError(f"payoff: the {engine} server at --server drafted nothing; serve the draft with its method")
+    return _decoding(load) / steps
+
+
+def _length(loads: Sequence[Load]) -> float:
+    return statistics.mean(load.tokens / len(load.replies) for load in loads)
+
+
+def _first(load: Load) -> float:
+    return statistics.median(reply.first_token for reply in load.replies)
+
+
+def _typed(flag: str, values: Sequence[str]) -> dict[int, float]:
+    found = {}
+    for value in values:
+        level, colon, milliseconds = value.rpartition(":")
+        try:
+            found[int(level) if colon else 1] = float(milliseconds) / 1000
+        except ValueError:
+            raise UserError(f"{flag} {value}: expected CONCURRENCY:MILLISECONDS, e.g. 16:24.5") from None
+    if any(seconds < 0 for seconds in found.values()) or any(number < 1 for number in found):
+        raise UserError(f"{flag}: expected a concurrency of 1 or more and milliseconds of 0 or more, found {values}")
+    return found

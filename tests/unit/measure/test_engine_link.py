@@ -1,0 +1,88 @@
+"""What an engine's own counts say, from measurements alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftsmith.measure import engine_link
+from draftsmith.measure.counters import CountedEngine, Counters
+from draftsmith.measure.engine_link import Served
+from draftsmith.measure.links import Link
+from draftsmith.measure.load import Load
+from draftsmith.measure.scene import Alive
+from draftsmith.measure.streaming import Part, Streamed
+from draftsmith.measure.walks import Walk
+
+QUESTIONS, TOKENS, K = 8, 40, 3
+
+
+def load(length: int, engine: CountedEngine = "llamacpp", drafts: bool = True) -> Load:
+    """Every reply a first token and steps of `length` tokens, as llama.cpp counts them."""
+    replies = []
+    for number in range(QUESTIONS):
+        parts = [Part(0.0, (7,), 0, 0, 0.0)]
+        steps = TOKENS // length
+        for step in range(1, steps + 1):
+            parts.append(Part(float(step), (7,) * length, K * step, (length - 1) * step, float(step)))
+        ids = (7,) * (1 + steps * length)
+        replies.append(Streamed(key=f"q{number}", ids=ids, finish_reason="length", parts=tuple(parts), seconds=1.0))
+    steps = QUESTIONS * (TOKENS // length) if drafts else 0
+    counted = Counters(
+        engine=engine, drafts=steps, draft_tokens=K * steps, accepted=(length - 1) * steps, per_position=(steps,) * K
+    )
+    return Load(replies=tuple(replies), seconds=1.0, counted=counted)
+
+
+def counted(
+    monkeypatch: pytest.MonkeyPatch, alone: Load, together: Load, expected: int = 4, agreement: float = 1.0
+) -> Link:
+    """The link where our own files give `expected` tokens per forward over the same prompts."""
+    replies = [Alive(f"q{number}", (1, 2), (7,) * (TOKENS + 1)) for number in range(QUESTIONS)]
+    cells = np.full(QUESTIONS, TOKENS)
+    best = Walk(tuple(one.key for one in replies), cells, cells // expected, cells, cells)
+    monkeypatch.setattr(engine_link, "_expected", lambda *_: best)
+    monkeypatch.setattr(Alive, "agreement", property(lambda _: agreement))
+    scene: Any = SimpleNamespace(look=lambda *_: None, draft_tokens=K)
+    server: Any = SimpleNamespace(engine=alone.counted.engine)
+    return engine_link._counted(scene, Served(server, alone, together), None, None, replies)
+
+
+def test_an_engine_that_accepts_what_the_files_give_is_not_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = counted(monkeypatch, load(4), load(4))
+    assert (found.fell, found.value, found.suspects) == ("no", 4.0, ())
+
+
+def test_acceptance_that_falls_as_soon_as_requests_run_together_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = counted(monkeypatch, load(4), load(2))
+    assert found.fell == "yes"
+    [suspect] = found.suspects
+    assert suspect.name == "several requests at a time"
+    assert suspect.found.startswith("acceptance length is 4.00 one request at a time, 2.00 with 4 together")
+    assert "--no-spec-draft-backend-sampling" in suspect.change
+
+
+# P40
+def test_an_engine_that_accepts_nothing_is_called_not_working_and_no_data_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = counted(monkeypatch, load(1), load(1))
+    assert [one.name for one in found.suspects] == ["the draft is not working"]
+    assert "EAGLE-3" in found.suspects[0].change
+    assert "data" not in found.suspects[0].change
+
+
+# P40
+def test_an_engine_that_drafts_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = counted(monkeypatch, load(1, drafts=False), load(1, drafts=False))
+    assert (found.fell, found.suspects[0].name) == ("yes", "the engine drafts nothing")
+    assert "--spec-type draft-eagle3" in found.suspects[0].change
+
+
+def test_an_engine_whose_target_says_other_words_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = counted(monkeypatch, load(2), load(2), agreement=0.7)
+    assert found.fell == "yes"
+    assert found.suspects[0].name == "quantised or other target"
