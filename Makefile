@@ -6,10 +6,19 @@ VLLM_VENV := .vllm-venv
 VLLM_PIP := $(VLLM_VENV)/bin/pip --disable-pip-version-check
 PIP := $(BIN)/pip --disable-pip-version-check
 
-.PHONY: demo test lint install install-test vllm clean
+.PHONY: demo serve-demo test lint install install-test vllm clean
 
 demo: install  ## the whole chain on the embedded model; ends with a result table and the report's path
 	$(BIN)/draftsmith demo --run runs/demo
+
+# The draft of the demo in a real vLLM, in float32 so that outputs can be compared; 100 held-out questions.
+serve-demo: demo vllm  ## vLLM on CPU with and without the demo's draft: acceptance, outputs, speed, prediction
+	test -d runs/serve-demo || cp -r runs/demo runs/serve-demo
+	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/draftsmith run recipes/smollm2.yaml --run runs/serve-demo --force \
+	    --set measure.questions=builtin:arithmetic --set measure.limit=100 --set measure.rounds=1 \
+	    --set measure.timing_questions=1 --set export.dtype=float32 \
+	    --set serving.engine=vllm --set serving.python=$(VLLM_VENV)/bin/python --set serving.dtype=float32 \
+	    --set serving.concurrency=[1,4,16] --set serving.limit=16 --set serving.extra=[--enforce-eager]
 
 test: install-test lint  ## every test, with coverage of src/
 	$(BIN)/python -m pytest --cov=src --cov-report=term:skip-covered --cov-fail-under=85

@@ -52,7 +52,7 @@ def imported(run: Path, target: Path, answers: Path) -> None:
     stage(run, "import", ImportSettings(questions=str(answers), tokenizer=str(target), held_out=0.2))
 
 
-def learned(run: Path, target: Path, tokens: int = 80_000) -> None:
+def learned(run: Path, target: Path, tokens: int = 60_000) -> None:
     """Everything behind the traces, up to the draft."""
     if not (run / "vocab").exists():
         stage(run, "vocab", VocabSettings(size=VOCAB))

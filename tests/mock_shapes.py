@@ -190,7 +190,7 @@ def _texts(said: Said, config: MockConfig, fault: str, *, opened_by_prompt: bool
         return None, answer
     closed = bool(said.closing)
     if not config.parser or fault in ("cut_in_content", "no_delimiters"):
-        opening = b"" if opened_by_prompt else json_text(config.think_open)
+        opening = json_text(config.think_open) if said.opening else b""
         return None, opening + thought + (json_text(config.think_close) if closed else b"") + answer
     return thought, answer if closed else None
 

@@ -33,6 +33,7 @@ class SpeakingServer:
     foreign: int = 0
     """Tokens that it generates for others with each request."""
     running: int = 0
+    waiting: int = 0
     context: int = 512
     cut: bool = False
     """It breaks off before a reply has ended."""
@@ -82,7 +83,8 @@ class SpeakingServer:
             return f"sglang:num_running_reqs {self.running}\nsglang:generation_tokens_total {self.generated}\n{length}"
         generated = "vllm:generation_tokens_total" if self.engine == "vllm" else "llamacpp:tokens_predicted_total"
         running = "vllm:num_requests_running" if self.engine == "vllm" else "llamacpp:requests_processing"
-        lines = [f"{generated} {self.generated}.0", f"{running} {self.running}"]
+        waiting = "vllm:num_requests_waiting" if self.engine == "vllm" else "llamacpp:requests_deferred"
+        lines = [f"{generated} {self.generated}.0", f"{running} {self.running}", f"{waiting} {self.waiting}"]
         if self.plan or self.engine == "llamacpp":
             name = f"{self.engine}:spec_decode_num"
             lines += [f"{name}_drafts_total {self.drafts}", f"{name}_drafts_created 1.7e9"]

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from draftsmith.cli import app
 from draftsmith.errors import DraftsmithError
 from draftsmith.progress import harmless
+from draftsmith.recipe import problems_of
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,9 +45,8 @@ def _usage(error: CycloptsError) -> str:
     """A wrong flag or value in one line, with pydantic's own finding where a setting is out of range."""
     cause = error.__cause__
     if isinstance(cause, ValidationError):
-        found = cause.errors()[0]
-        flag = "--" + ".".join(str(part) for part in found["loc"]).rstrip("_").replace("_", "-")
-        return f"{flag}: {found['msg'].lower()}, found {found['input']!r}"
+        where, wanted, found = problems_of(cause)[0]
+        return f"--{where.rstrip('_').replace('_', '-')}: {wanted}, found {found!r}"
     return " ".join(str(error).split()) + "; see --help"
 
 

@@ -280,7 +280,7 @@ def payoff(
         print(json_library.dumps(found, ensure_ascii=False))
         return
     Console(highlight=False).print(payoff_table(found), markup=False)
-    for line in (*found["words"], found["bigger_target"]):
+    for line in (*found["words"], found["bigger_target"], *found["cautions"]):
         print(line)
     print(f"(acceptance: {found['acceptance_from']}; steps: {found['steps_from']})")
 
@@ -412,8 +412,7 @@ def _served_words(arms: dict[str, Path]) -> None:
             continue
         found = json_library.loads(file.read_text(encoding="utf-8"))
         print(f"\nserved by {found['engine']}{f' ({arm})' if arm else ''}:")
-        served = json_library.loads((folder / "measure" / "served.json").read_text(encoding="utf-8"))
-        Console(highlight=False).print(served_table(served), markup=False)
+        Console(highlight=False).print(served_table(found), markup=False)
         for line in serving_words(found):
             print(f"- {line}")
 

@@ -163,8 +163,8 @@ def _serve(recipe: Recipe, settings: ServingSettings, run: Path, progress: Progr
         from draftsmith.measure.serving import serve_and_measure
 
         found = serve_and_measure(run, settings, recipe.measure, progress)
-    lossless = "outputs equal the baseline's" if found["lossless"] else "outputs differ from the baseline's"
-    progress.say(f"serving: {how} ({settings.engine}, {lossless})")
+    same = {True: "outputs equal the baseline's", False: "outputs differ from the baseline's", None: "not compared"}
+    progress.say(f"serving: {how} ({settings.engine}, {same[found['lossless']]})")
 
 
 def chain(recipe: Recipe) -> Iterator[tuple[str, Settings]]:

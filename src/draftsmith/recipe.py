@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -22,6 +23,10 @@ Family = Literal["auto", "none", "think", "kimi", "gpt-oss", "custom"]
 Engine = Literal["vllm", "speculators", "sglang", "llamacpp"]
 DatasetFormat = Literal["speculators", "specforge", "hf"]
 S = TypeVar("S", bound=BaseModel)
+EXTRA = "extra_forbidden"
+"""pydantic's name for an unknown key."""
+UNION_MEMBER = re.compile(r"(constrained-)?(int|float|str|bool)|function-.*|.*[\[(].*")
+"""What pydantic adds to the path of a wrong value for each type that it might have had."""
 UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -32,7 +37,7 @@ def _runtime(description: str, **constraints: Any) -> Any:
 class Settings(BaseModel):
     """Base of a stage's settings: frozen, and strict about unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
 
     def shaping(self) -> dict[str, Any]:
         """The values that shape the stage's result, as JSON types, for its plan and manifest."""
@@ -154,6 +159,12 @@ class CaptureSettings(QuestionSettings):
     @field_serializer("server", when_used="json")
     def _shown_servers(self, urls: list[str]) -> list[str]:
         return [without_credentials(url) for url in urls]
+
+    @field_validator("wait")
+    @classmethod
+    def _a_time(cls, wait: str) -> str:
+        seconds_of(wait)
+        return wait
 
 
 class ImportSettings(QuestionSettings):
@@ -493,7 +504,7 @@ def seconds_of(wait: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise UserError(f"wait: expected a time such as 90s, 30m or 2h, found {wait!r}")
+        raise UserError(f"--wait: expected a time such as 90s, 30m or 2h, found {wait!r}")
     return seconds
 
 
@@ -502,17 +513,32 @@ def validated(kind: type[S], values: dict[str, Any], name: str) -> S:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise UserError("; ".join(_finding(kind, problem, name) for problem in error.errors())) from None
+        unknown = [_unknown_key(kind, found["loc"]) for found in error.errors() if found["type"] == EXTRA]
+        wrong = [f"{where}: {wanted}, found {found!r}" for where, wanted, found in problems_of(error)]
+        raise UserError("; ".join(f"{name}: {line}" for line in unknown + wrong)) from None
 
 
-def _finding(kind: type[BaseModel], problem: Any, name: str) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        known = _keys_at(kind, problem["loc"][:-1])
-        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-        return f"{name}: unknown key {where}; {hint}"
-    return f"{name}: {where}: {problem['msg'].lower()}, found {problem.get('input')!r}"
+def problems_of(error: ValidationError) -> list[tuple[str, str, Any]]:
+    """Each wrong value once: its path of keys, what was wanted (all members of a union), and what was found."""
+    wanted: dict[str, list[str]] = {}
+    found: dict[str, Any] = {}
+    for problem in error.errors():
+        if problem["type"] != EXTRA:
+            where = ".".join(str(part) for part in problem["loc"] if not UNION_MEMBER.fullmatch(str(part)))
+            wanted.setdefault(where, []).append(problem["msg"].lower())
+            found[where] = problem["input"]
+    same = "input should be "
+    return [
+        (where, " or ".join([words[0], *(word.removeprefix(same) for word in words[1:])]), found[where])
+        for where, words in wanted.items()
+    ]
+
+
+def _unknown_key(kind: type[BaseModel], location: tuple[Any, ...]) -> str:
+    known = _keys_at(kind, location[:-1])
+    near = difflib.get_close_matches(str(location[-1]), known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+    return f"unknown key {'.'.join(map(str, location))}; {hint}"
 
 
 def _keys_at(kind: Any, location: tuple[Any, ...]) -> list[str]:

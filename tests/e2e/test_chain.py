@@ -31,6 +31,7 @@ SETTINGS = (
     "measure.limit=4",
     "measure.rounds=1",
     "measure.timing_questions=2",
+    "serving=null",
 )
 KILLED = {
     "traces": "traces.partial/progress.json",

@@ -67,6 +67,7 @@ SETTINGS = (
     f"measure.draft_tokens={DRAFT_TOKENS}",
     "measure.rounds=1",
     "measure.timing_questions=1",
+    "serving.rounds=1",
 )
 
 
@@ -167,6 +168,16 @@ def test_its_replies_and_acceptance_are_those_of_the_reference_decoder(small: Sm
         assert reply["tokens"] == small.replies[key]
         assert reply["timings"]["draft_n"] >= reply["timings"]["draft_n_accepted"]
     assert rates == pytest.approx(unconditional(expected), abs=POINTS)
+
+
+def test_a_recipe_ends_in_the_served_truth(small: Small) -> None:
+    found = json.loads((small.run / "measure" / "serving.json").read_text())
+    print(found["acceptance"], found["candidates"], found["predictions"])
+    assert found["acceptance"]["agrees"]
+    assert found["candidates"]["agrees"]
+    assert found["lossless"]
+    assert found["compared"] == MEASURED
+    assert [one["concurrency"] for one in found["predictions"]] == [1]
 
 
 @pytest.mark.parametrize("fault", ["q and k not interleaved", "layers off by one"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from draftsmith.__main__ import main
 from draftsmith.recipes import recipe_path
 
+CAPTURE = ["capture", "--run", "R", "--server", "http://b"]
 STAGES = ("capture", "import", "vocab", "extract", "train", "export", "measure", "report")
 
 
@@ -31,6 +33,17 @@ STAGES = ("capture", "import", "vocab", "extract", "train", "export", "measure",
         (["status", "nowhere"], "nowhere: expected a run folder, found none"),
         (["watch", "nowhere"], "nowhere: expected a run folder, found none"),
         (["frobnicate"], "frobnicate"),
+        (
+            [*CAPTURE, "--concurrency", "many"],
+            "--concurrency: input should be a valid integer, unable to parse string as an integer or 'auto', "
+            "found 'many'",
+        ),
+        ([*CAPTURE, "--temperature", "inf"], "--temperature: input should be a finite number, found 'inf'"),
+        ([*CAPTURE, "--deadline", "inf"], "--deadline: input should be a finite number, found 'inf'"),
+        ([*CAPTURE, "--wait", "soon"], "--wait: expected a time such as 90s, 30m or 2h, found 'soon'"),
+        (["probe", ""], "--server: expected a URL such as http://localhost:8000, found ''"),
+        (["probe", "http://["], "--server: expected a URL such as http://localhost:8000, found 'http://['"),
+        (["probe", "ftp://b"], "--server: expected a URL such as http://localhost:8000, found 'ftp://b'"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(
@@ -46,6 +59,16 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     assert message in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []  # nothing was made
+
+
+def test_a_place_where_no_page_can_be_written_is_a_users_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2+2?"}\n')
+    for place, found in ((tmp_path, "the folder"), (rows / "page.html", "Not a directory|File exists")):
+        assert main(["inspect", str(rows), "--html", str(place), "--quiet"]) == 2
+        assert re.search(f"^draftsmith: --html: expected .* found .*({found})", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("command", [*STAGES, "inspect", "export-dataset", "run", "status", "watch", "demo"])

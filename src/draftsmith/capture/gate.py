@@ -35,11 +35,11 @@ class _Seen:
     trace_id: str
     faults: tuple[Fault, ...]
     bases: tuple[str, ...]
-    """What it counts for: `replies`, `looked` (for loops), `thinks` or `not` (its mode), `reasoned`."""
+    """What it counts for: `replies`, `looked` (for loops), `thinks`, `not` or `open` (its mode), `reasoned`."""
     likeness: int | None
 
 
-BASES = {"no reasoning": "thinks", "unasked reasoning": "not", "loops": "looked"}
+BASES = {"no reasoning": "thinks", "lost reasoning": "open", "unasked reasoning": "not", "loops": "looked"}
 """Shares of these causes are over a part of the replies; all others are over all."""
 
 
@@ -55,6 +55,7 @@ class Gate:
         limits: GateLimits,
         delimiters: Delimiters | None,
         *,
+        thought: bool = False,
         warn: bool,
         say: Callable[[str], None],
         event: Callable[..., None],
@@ -62,11 +63,13 @@ class Gate:
         """Args:
         limits: shares above which it acts.
         delimiters: the target's.
+        thought: the probe's test reply held reasoning.
         warn: only say a verdict; else it stops the run.
         say: what people read.
         event: writes to the event log.
         """
         self.limits, self.delimiters, self.warn, self.say, self.event = limits, delimiters, warn, say, event
+        self.thought = thought and delimiters is not None
         self.window: deque[_Seen] = deque()
         self.seen = self.faults_in_a_row = 0
         self.counts: Counter[str] = Counter()
@@ -113,8 +116,13 @@ class Gate:
             thinks = mode_of(trace.sampling).thinks
             if any(cause == "no reasoning" for cause, _ in found):  # what was lost was there
                 thinks = True
-            bases += [] if thinks is None else ["thinks" if thinks else "not"]
             bases += ["reasoned"] if trace.reasoning_span is not None else []
+            if thinks is not None:
+                bases.append("thinks" if thinks else "not")
+            elif trace.state != "rejected":
+                bases.append("open")
+                if self.thought and trace.reasoning_span is None:
+                    found.append(("lost reasoning", "the probe's reply had it"))
             if self.seen < self.limits.first or self.seen % SAMPLED == 0:
                 bases.append("looked")
                 if loops(trace.generated_ids):
@@ -174,7 +182,11 @@ class Gate:
 
     def _hint(self) -> None:
         """Nobody asked for thinking or against it, and it may be meant: worth a word, no verdict."""
-        if self.delimiters and not any(self.counts[name] for name in ("thinks", "not", "reasoned")):
+        if (
+            self.delimiters
+            and not self.thought
+            and not any(self.counts[name] for name in ("thinks", "not", "reasoned"))
+        ):
             self.say(
                 f"capture: the tokenizer knows {self.delimiters.open_text}, but none of the first {self.seen} replies "
                 "thinks; if the target should, switch it on with --template-options"
@@ -182,9 +194,13 @@ class Gate:
 
     def _judge(self, causes: Iterable[str]) -> None:
         for cause in causes:
-            base = self.counts[BASES.get(cause, "replies")]
-            limit: float = getattr(self.limits, CAUSES[cause].limit)
-            if base >= FIRST and self.counts[cause] > limit * base:
+            base, count = self.counts[BASES.get(cause, "replies")], self.counts[cause]
+            if CAUSES[cause].limit:
+                limit: float = getattr(self.limits, CAUSES[cause].limit)
+                past = count > limit * base
+            else:  # what one reply refutes
+                past = count == base > len(self.window) // 2
+            if base >= FIRST and past:
                 self._act(cause, base)
 
     def _act(self, cause: str, base: int) -> None:

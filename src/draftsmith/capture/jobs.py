@@ -61,6 +61,7 @@ class Capture:
         self.gate = Gate(
             settings.gate,
             reading.delimiters,
+            thought=reading.thought,
             warn=settings.on_gate == "warn",
             say=tracker.progress.say,
             event=tracker.progress.event,

@@ -1,7 +1,7 @@
 """The probe before a bulk run, and as a command: asks the servers, says what it means, stops what is hopeless.
 
 Every run asks again, a resumed one too: servers are restarted with other flags between runs. That costs a dozen short
-requests to the first server and two to each further one.
+requests to the first server and two to each further one, and two to one that comes back in mid-run.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from draftsmith.capture.attempt import Attempt
 from draftsmith.capture.exactness import LEAST, RANK, Exactness, problem, with_ids
 from draftsmith.errors import GateStop, UserError
 from draftsmith.progress import Progress
 from draftsmith.recipe import CaptureSettings, seconds_of
+from draftsmith.target.endpoints import Endpoint
 from draftsmith.target.findings import Finding, Intent
 from draftsmith.target.probe import EASY, OPEN, PROBE_SECONDS, Line, Verdict, compare_server, probe_server
 from draftsmith.target.reply import Reply, Sampling
@@ -29,19 +31,22 @@ SAID = 6
 
 async def probed(
     attempt: Attempt, target: ServerTarget, info: ServerInfo, template: Template, delimiters: Delimiters | None
-) -> None:
+) -> Verdict:
     """Sets `target.dialect` to what the first server speaks and says what the probe found.
 
     Raises:
         GateStop: everything captured would be worthless, or something that was asked for has no effect.
     """
-    progress = attempt.progress
+    progress, settings = attempt.progress, attempt.settings
+    known: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+    target.fits = partial(_fits, target, intent_of(settings, template, delimiters), known)
     try:
-        verdict = await examine(attempt.settings, target, info, template, delimiters)
+        verdict = await examine(settings, target, info, template, delimiters)
     except ChatFailed as failure:
         raise GateStop(
             f"probe: the server answers no plain question ({failure.reason}); nothing was asked yet"
         ) from None
+    known.set_result(verdict)
     target.dialect = verdict.dialect
     progress.event("probe", **verdict.as_json())
     for line in short(verdict):
@@ -50,6 +55,7 @@ async def probed(
         more = f" (and {len(verdict.fatal) - 1} more)" if len(verdict.fatal) > 1 else ""
         first = verdict.fatal[0]
         raise GateStop(f"probe: {first.about}: {first.text}{more}; nothing was asked yet; --no-probe skips this")
+    return verdict
 
 
 async def examine(
@@ -64,7 +70,18 @@ async def examine(
     Raises:
         ChatFailed: a server refuses a plain question.
     """
-    intent = Intent(
+    intent = intent_of(settings, template, delimiters)
+    lines = [Line(target, endpoint) for endpoint in target.endpoints if not endpoint.reason]
+    verdict = await probe_server(lines[0], intent, info.max_model_len, info.engine)
+    further = await asyncio.gather(*(compare_server(line, intent, verdict) for line in lines[1:]))
+    added = [finding for findings in further for finding in findings]
+    added += _exactness(verdict, intent, settings.exact)
+    return replace(verdict, findings=(*verdict.findings, *added))
+
+
+def intent_of(settings: CaptureSettings, template: Template, delimiters: Delimiters | None) -> Intent:
+    """What a capture with these settings asks for."""
+    return Intent(
         template=template,
         delimiters=delimiters,
         sampling=Sampling(
@@ -76,12 +93,6 @@ async def examine(
         ),
         preamble=[message.model_dump() for message in settings.preamble],
     )
-    lines = [Line(target, endpoint) for endpoint in target.endpoints if not endpoint.reason]
-    verdict = await probe_server(lines[0], intent, info.max_model_len, info.engine)
-    further = await asyncio.gather(*(compare_server(line, intent, verdict) for line in lines[1:]))
-    added = [finding for findings in further for finding in findings]
-    added += _exactness(verdict, intent, settings.exact)
-    return replace(verdict, findings=(*verdict.findings, *added))
 
 
 def probe_command(settings: CaptureSettings, progress: Progress) -> Verdict:
@@ -142,6 +153,22 @@ def screen(verdict: Verdict) -> str:
     lines += [f"  {f.level:<8} {f.about:<{width}}  {f.text}" for f in verdict.findings]
     worst = "not fit for a capture" if verdict.fatal else "fit for a capture"
     return "\n".join([*lines, f"{worst}: {_count(verdict.findings)}"])
+
+
+async def _fits(target: ServerTarget, intent: Intent, known: asyncio.Future[Verdict], endpoint: Endpoint) -> None:
+    """Two requests to a server that comes back: it may have been started with other flags, or never been probed.
+
+    Raises:
+        UserError: it does not answer as the first server did.
+    """
+    first = await known
+    try:
+        found = await compare_server(Line(target, endpoint), intent, first)
+    except ChatFailed as failure:
+        raise UserError(f"it answers no plain question ({failure.reason})") from None
+    fatal = [finding.text for finding in found if finding.level == "fatal"]
+    if fatal:
+        raise UserError(fatal[0])
 
 
 def _count(findings: Sequence[Finding]) -> str:

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from draftsmith.capture.exactness import NOT_EXACT, REASONING_LOST
-from draftsmith.target.thinking import ENDED, Delimiters
+from draftsmith.target.thinking import ENDED, Delimiters, thinking_wanted
 from draftsmith.trace import TRAINABLE, Trace
 
-THINKING_OPTIONS = ("thinking", "enable_thinking")
-"""Template options that switch thinking: Kimi's, and Qwen's, GLM's and DeepSeek's."""
 LOOP_IDS, LOOP_TAIL, LOOP_RUN, LOOP_SHARE = 256, 1024, 6, 0.2
 """A reply of at least so many ids loops if, in its last ids, the runs of six repeat until less than this share differs.
 
@@ -34,7 +32,7 @@ class Cause:
     """Why replies are bad."""
 
     limit: str
-    """Field of GateLimits."""
+    """Field of GateLimits; "": a cause only where all replies are so."""
     words: str
     """After `12 of the last 512 replies`."""
     cure: str
@@ -47,6 +45,12 @@ CAUSES: Mapping[str, Cause] = {
         "without_reasoning",
         "lack reasoning although thinking was asked for",
         "look at the server's reasoning parser and template options",
+        True,
+    ),
+    "lost reasoning": Cause(
+        "",
+        "lack the reasoning that the target began with",
+        "the server may drop the think delimiters, or was restarted with other flags: look at its reasoning parser",
         True,
     ),
     "unasked reasoning": Cause(
@@ -110,9 +114,8 @@ class Mode:
 def mode_of(sampling: str) -> Mode:
     """From a trace's `sampling`; nearly all traces of a run share a few."""
     asked = json.loads(sampling)
-    switches = [bool(asked["template_options"][name]) for name in THINKING_OPTIONS if name in asked["template_options"]]
-    opened = bool(asked["prompt_opened_thinking"])
-    return Mode(switches[0] if switches else True if opened else None, opened, asked["max_tokens"])
+    opened, wanted = bool(asked["prompt_opened_thinking"]), thinking_wanted(asked["template_options"])
+    return Mode(True if wanted is None and opened else wanted, opened, asked["max_tokens"])
 
 
 def faults(trace: Trace, delimiters: Delimiters | None) -> Iterator[Fault]:

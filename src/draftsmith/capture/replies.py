@@ -14,6 +14,7 @@ import msgspec
 from draftsmith.capture.conversation import Job
 from draftsmith.capture.exactness import Exactness, problem, with_ids
 from draftsmith.target.reply import Reply
+from draftsmith.target.spelling import compact
 from draftsmith.target.template import Template
 from draftsmith.target.thinking import Delimiters, opened_by_prompt, split, text_of
 from draftsmith.target.wire import ChatFailed
@@ -29,25 +30,28 @@ class Reading:
     template: Template
     delimiters: Delimiters | None
     exact: Exactness
+    thought: bool = False
+    """The target did think when a probe of this run asked it something."""
 
 
 def trace_of(job: Job, reply: Reply, reading: Reading) -> Trace:
     """The trace of a reply, in its final state."""
     template, delimiters = reading.template, reading.delimiters
     reply = with_ids(reply, job.render, template, delimiters)
-    parts = split(delimiters, template, reply.prompt_ids, reply.generated_ids, reply.finish_reason)
+    ids = compact(reply.generated_ids)
+    parts = split(delimiters, template, reply.prompt_ids, ids, reply.finish_reason)
     error = problem(reply, template, reading.exact, delimiters, parts.opened_by_prompt)
     return Trace(
         **_asked(job, parts.opened_by_prompt),
         prompt_ids=reply.prompt_ids,
-        generated_ids=reply.generated_ids,
+        generated_ids=ids,
         finish_reason=reply.finish_reason,
         state="rejected" if error else parts.state,
         reasoning_span=parts.reasoning,
         answer_span=parts.answer,
         ids_source=reply.ids_source,
-        reasoning=text_of(template, reply.generated_ids, parts.reasoning),
-        answer=text_of(template, reply.generated_ids, parts.answer),
+        reasoning=text_of(template, ids, parts.reasoning),
+        answer=text_of(template, ids, parts.answer),
         usage=_json(_usage(reply, delimiters)),
         timing=_json(reply.timing),
         error=error,

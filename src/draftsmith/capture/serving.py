@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from draftsmith import artifacts
-from draftsmith.capture.attempt import Attempt, capturing, interrupted, note_target, reading_of
+from draftsmith.capture.attempt import Attempt, capturing, interrupted, note_target, note_thinking, reading_of
 from draftsmith.capture.concurrency import MOST, Concurrency, Move, curve_line
 from draftsmith.capture.conversation import Job
 from draftsmith.capture.jobs import Capture, Outcome
@@ -82,7 +82,8 @@ async def _capture(attempt: Attempt, signals: Signals) -> None:
         identity = artifacts.fingerprint([info.model, info.root])
         note_target(attempt, reading, info.model, identity, json.dumps(asdict(info)))
         if settings.probe:
-            await probed(attempt, target, info, reading.template, reading.delimiters)
+            verdict = await probed(attempt, target, info, reading.template, reading.delimiters)
+            reading = note_thinking(attempt, reading, verdict.thinks)
         with capturing(attempt, reading, info.max_model_len) as capture:
             signals.drive = Drive(capture, target, progress)
             await signals.drive.run()

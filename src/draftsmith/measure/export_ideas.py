@@ -19,6 +19,7 @@ from draftsmith.draft.eagle3 import DraftConfig, Eagle3Draft
 from draftsmith.draft.loading import OPTIONAL, OWN_BLOCK, SHAPES, layer_config, named_layers
 from draftsmith.errors import UserError
 from draftsmith.export.engine_view import View
+from draftsmith.export.gguf import interleaved
 from draftsmith.export.load_report import HEAD
 from draftsmith.export.rope import Rope, trained_rope
 from draftsmith.hidden.layers import default_layers
@@ -90,7 +91,9 @@ def ideas(scene: Scene, view: View, trained: Eagle3Draft | None, refusal: str) -
 
 def _layer_ideas(scene: Scene, view: View, trained: Eagle3Draft | None) -> Iterator[Idea]:
     here, depth = view.layers, scene.depth
-    right = trained.config.aux_layers if trained else None
+    right = tuple(trained.config.aux_layers) if trained else None
+    if here == right:
+        return
     ids = named_layers(view.flat)
     other = _other_meaning(view.engine, ids, scene)
     guesses: list[tuple[str, tuple[int, ...], str]] = []
@@ -136,7 +139,7 @@ def _missing(view: View, trained: Eagle3Draft | None, refusal: str) -> Iterator[
     lacking = sorted(SHAPES.keys() - OPTIONAL - view.files.tensors.keys())
     repair = None
     if trained is not None:
-        own = {name: value.detach().cpu() for name, value in trained.trained().items()}
+        own = _stored_as(view, trained)
 
         def repair(one: View) -> View:
             files = replace(one.files, tensors={**own, **one.files.tensors})
@@ -231,7 +234,7 @@ def _rope(view: View, config: DraftConfig | None, values: dict[str, Any]) -> Rop
     llama = layer_config(view.flat)
     if config is None:
         config = DraftConfig(
-            target_vocab_size=1, draft_vocab_size=1, hidden_size=llama.hidden_size, intermediate_size=1,
+            target_vocab_size=llama.vocab_size, draft_vocab_size=1, hidden_size=llama.hidden_size, intermediate_size=1,
             num_attention_heads=llama.num_attention_heads, num_key_value_heads=llama.num_key_value_heads,
             head_dim=llama.head_dim, rms_norm_eps=1e-5, rope_parameters={}, aux_layers=(0, 1, 2), target_layers=0,
             max_position_embeddings=llama.max_position_embeddings, target_model_type="",
@@ -267,6 +270,27 @@ def _vocabulary_ideas(scene: Scene, view: View, trained: Eagle3Draft | None) -> 
             lambda one: replace(one, ids=right),
             True,
         )
+    elif right is None:
+        matched = _matched_ids(scene, view)
+        if matched is not None and not torch.equal(matched.sort().values, ids.sort().values):
+            yield Idea(
+                "vocabulary of another run",
+                f"{int((matched != ids).sum())} of {len(ids)} head rows look like the target's rows of other ids",
+                "export d2t and t2d of the draft itself: they belong to its head",
+                lambda one: replace(one, ids=matched),
+                False,
+                alone=True,
+            )
+
+
+def _matched_ids(scene: Scene, view: View) -> Tensor | None:
+    """The target ids whose head rows the draft's resemble most: a draft's head usually began as the target's rows."""
+    target = scene.head.lm_head
+    if view.head is None or len(view.head) > MATCHED_ROWS or view.head.shape[-1] != target.shape[-1]:
+        return None
+    rows = torch.nn.functional.normalize(target.float().cpu(), dim=-1)
+    own = torch.nn.functional.normalize(view.head.float().cpu(), dim=-1)
+    return torch.cat([(part @ rows.T).argmax(-1) for part in torch.split(own, 1024)])
 
 
 def _head_ideas(scene: Scene, view: View, trained: Eagle3Draft | None) -> Iterator[Idea]:
@@ -302,8 +326,19 @@ def _head_ideas(scene: Scene, view: View, trained: Eagle3Draft | None) -> Iterat
         )
 
 
-def _other_weights(view: View, trained: Eagle3Draft) -> Iterator[Idea]:
+def _stored_as(view: View, trained: Eagle3Draft) -> dict[str, Tensor]:
+    """The trained weights in the order that this engine's files keep them in: llama.cpp interleaves q and k."""
     own = {name: value.detach().cpu() for name, value in trained.trained().items()}
+    if view.reading.pairwise_rope:
+        heads = {"q_proj": trained.config.num_attention_heads, "k_proj": trained.config.num_key_value_heads}
+        for part, count in heads.items():
+            name = f"layers.0.self_attn.{part}.weight"
+            own[name] = interleaved(own[name], count)
+    return own
+
+
+def _other_weights(view: View, trained: Eagle3Draft) -> Iterator[Idea]:
+    own = _stored_as(view, trained)
     special = ("norm.weight", HEAD)
     differ = [
         name

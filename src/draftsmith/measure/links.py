@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from draftsmith.measure.acceptance import BROKEN_LENGTH
 from draftsmith.measure.walks import Fell, Loss, Walk
 
 NAMES = {
@@ -124,7 +125,7 @@ def concluded(links: Sequence[Link], draft_tokens: int, questions: int, engine: 
         verdict=_sentence(links, guilty, first, unsure),
         link=guilty.name if guilty else None,
         suspect=first.name if first else None,
-        clean=guilty is None and unsure is None,
+        clean=guilty is None and unsure is None and not _broken(links),
         links=tuple(links),
         advice=tuple(dict.fromkeys(advice)),
         draft_tokens=draft_tokens,
@@ -141,6 +142,11 @@ def _sentence(links: Sequence[Link], guilty: Link | None, first: Suspect | None,
             f"cannot tell: {unsure.questions} questions are too few to say whether acceptance falls at "
             f"`{unsure.name}` ({NAMES[unsure.name]}); ask more with --limit"
         )
+    if guilty is None and _broken(links):
+        return (
+            f"the draft is not working ({_broken(links)} tokens per target forward), and none of the suspects tried "
+            "explains it; more data will not change that"
+        )
     if guilty is None:
         reached = f" ({last.value:.2f} tokens per target forward at `{last.name}`)" if last and last.value else ""
         return f"clean: acceptance does not fall anywhere in the chain{reached}; what is missing, training must bring"
@@ -149,3 +155,9 @@ def _sentence(links: Sequence[Link], guilty: Link | None, first: Suspect | None,
         before = guilty.value + guilty.loss.loss
         return f"acceptance falls at `{guilty.name}` ({before:.2f} to {guilty.value:.2f}): {cause}"
     return f"the fault is at `{guilty.name}` ({NAMES[guilty.name]}): {cause}"
+
+
+def _broken(links: Sequence[Link]) -> str:
+    """The last acceptance length measured, if it says that the draft does nothing (contract 8); else empty."""
+    values = [link.value for link in links if link.value is not None and link.name not in ("training", "engine states")]
+    return f"{values[-1]:.2f}" if values and values[-1] <= BROKEN_LENGTH else ""

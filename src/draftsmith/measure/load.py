@@ -69,6 +69,11 @@ class Load:
         return sum(reply.seconds for reply in self.replies) / self.seconds
 
     @property
+    def drafts(self) -> int:
+        """Steps that drafted, by the server's counters, or as its replies tell (SGLang)."""
+        return self.counted.drafts or sum(reply.verified or 0 for reply in self.replies)
+
+    @property
     def foreign(self) -> int:
         """Tokens that the server generated for others meanwhile."""
         return max(0, (self.counted.generated or self.tokens) - self.tokens)

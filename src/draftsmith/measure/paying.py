@@ -1,12 +1,13 @@
 """`draftsmith payoff`: acceptance and step times of a run, put together, and written to `RUN/measure/payoff.json`.
 
-Acceptance comes from the reference measurement, or is assumed (before a draft exists: what must it reach?). Nothing is
-served here and no model is loaded; with servers it asks a few prompts to time their steps.
+Acceptance comes from the reference measurement, or is assumed (before a draft exists: what must it reach?). No engine
+is started here and no model is loaded; with servers it asks a few prompts to time their steps.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from rich.table import Table
 from draftsmith.artifacts import MANIFEST, locked, read_json, room_on_disk, write_json
 from draftsmith.errors import UserError
 from draftsmith.measure.payoff import Payoff, StepTimes, payoff, whole_speedup
-from draftsmith.measure.steptimes import Measured, draft_share, reference_steps, served_steps, typed_steps
+from draftsmith.measure.served import draft_fingerprint
+from draftsmith.measure.steptimes import Level, Measured, draft_share, reference_steps, served_steps, typed_steps
 from draftsmith.progress import EVENTS, Progress
 from draftsmith.recipe import PayoffSettings
 
@@ -33,19 +35,26 @@ def work_out(run: Path, settings: PayoffSettings, progress: Progress) -> dict[st
     Raises:
         UserError: no acceptance and none assumed, no step times, or a server that is not usable.
     """
+    result = _result(run)
+    acceptance = settings.acceptance or _measured_acceptance(run, result)
+    known = _known_steps(run, settings, result)
     with locked(run), room_on_disk(run):
         progress.events = run / EVENTS
-        result = _result(run)
-        acceptance = settings.acceptance or _measured_acceptance(result)
-        measured = _steps(run, settings, result, progress)
-        ks = list(range(1, settings.draft_tokens_up_to + 1))
-        table = payoff(acceptance, measured.times, ks)
+        with progress.command("payoff"):
+            share = _share(run) if settings.draft_share is None else settings.draft_share
+            measured = known or served_steps(run, settings, share, progress)
+        depths = {k for level in measured.levels for k in level.times.with_draft}
+        ks = sorted({*range(1, settings.draft_tokens_up_to + 1), *depths})
+        tokens = result["generated_tokens"] / result["questions"] if result else None
+        table = payoff(acceptance, measured.times, ks, assumed=bool(settings.acceptance))
         found = {
             **table.to_json(),
             "acceptance_from": "assumed" if settings.acceptance else "the reference decoder",
             "steps_from": measured.source,
-            "levels": [_level(measured, index, table) for index in range(len(measured.levels))],
+            "levels": [_level(level, table, tokens) for level in measured.levels],
             "bigger_target": bigger_target(acceptance, ks),
+            "cautions": list(measured.cautions),
+            "draft": draft_fingerprint(run),
             "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         (run / "measure").mkdir(exist_ok=True)
@@ -59,9 +68,9 @@ def bigger_target(acceptance: list[float], ks: list[int]) -> str:
     ideal = StepTimes(concurrency=1, target=1.0, with_draft={k: 1 + k * BIGGER_SHARE for k in ks})
     best = payoff(acceptance, [ideal], ks).best(1)
     return (
-        f"On a bigger target (checking {best.draft_tokens + 1} tokens costs no more than one, a draft step "
-        f"{BIGGER_SHARE:.0%} of a plain one) the same acceptance would make one request {best.speedup:.2f} times as "
-        f"fast, with {best.draft_tokens} draft tokens."
+        f"On a bigger target (checking k+1 tokens costs no more than one, a draft step {BIGGER_SHARE:.0%} of a plain "
+        f"one) the same acceptance would make one request {best.speedup:.2f} times as fast, with k = "
+        f"{best.draft_tokens}."
     )
 
 
@@ -81,10 +90,14 @@ def payoff_table(found: dict[str, Any]) -> Table:
     return table
 
 
-def _steps(run: Path, settings: PayoffSettings, result: dict[str, Any] | None, progress: Progress) -> Measured:
-    if settings.server or settings.baseline_server:
-        return served_steps(run, settings, settings.draft_share or _share(run), progress)
-    if settings.target_ms or settings.verify_ms or settings.draft_ms:
+def _known_steps(run: Path, settings: PayoffSettings, result: dict[str, Any] | None) -> Measured | None:
+    """Those that need no server; None: they are to be measured on one."""
+    served, typed = settings.server or settings.baseline_server, settings.target_ms or settings.verify_ms
+    if served and (typed or settings.draft_ms):
+        raise UserError("payoff: expected step times of servers or typed in (--target-ms, ...), found both; give one")
+    if served:
+        return None
+    if typed or settings.draft_ms:
         return typed_steps(settings)
     if result is None:
         raise UserError(
@@ -94,13 +107,13 @@ def _steps(run: Path, settings: PayoffSettings, result: dict[str, Any] | None, p
     return reference_steps(result)
 
 
-def _level(measured: Measured, index: int, table: Payoff) -> dict[str, Any]:
-    level = measured.levels[index]
+def _level(level: Level, table: Payoff, tokens: float | None) -> dict[str, Any]:
+    """What was timed, and its prediction for whole replies: of `tokens` each, where the run knows how long they are."""
     times = level.times
     depth = max(times.with_draft)
-    cell = next((c for c in table.cells if (c.concurrency, c.draft_tokens) == (times.concurrency, depth)), None)
-    replies = level.replies
-    whole = cell and replies and whole_speedup(cell, times, replies, level.draft_prefill)
+    cell = next(c for c in table.cells if (c.concurrency, c.draft_tokens) == (times.concurrency, depth))
+    replies = level.replies and replace(level.replies, tokens=tokens or level.replies.tokens)
+    whole = replies and whole_speedup(cell, times, replies, level.draft_prefill)
     return {
         "concurrency": times.concurrency,
         "target_seconds": times.target,
@@ -109,7 +122,7 @@ def _level(measured: Measured, index: int, table: Payoff) -> dict[str, Any]:
         "spread": level.spread,
         "prefill_seconds": replies and replies.prefill,
         "tokens_per_reply": replies and replies.tokens,
-        "speedup": cell and cell.speedup,
+        "speedup": cell.speedup,
         "whole_reply_speedup": whole,
     }
 
@@ -121,11 +134,11 @@ def _result(run: Path) -> dict[str, Any] | None:
     return found
 
 
-def _measured_acceptance(result: dict[str, Any] | None) -> list[float]:
+def _measured_acceptance(run: Path, result: dict[str, Any] | None) -> list[float]:
     rates = [rate for rate in (result or {}).get("acceptance_per_position", []) if rate is not None]
     if not rates:
         raise UserError(
-            "payoff: expected a measured run, or --acceptance (a share, repeated for later positions) to assume; found "
+            f"{run}: expected a measured run, or --acceptance (a share, repeated for later positions) to assume; found "
             "neither"
         )
     return rates

@@ -132,6 +132,8 @@ class Payoff:
 
     acceptance: tuple[float, ...]
     cells: tuple[Prediction, ...]
+    assumed: bool = False
+    """No draft was measured: `acceptance` is what somebody supposes."""
 
     def best(self, concurrency: int) -> Prediction:
         """The k that gains most there."""
@@ -181,11 +183,12 @@ class Payoff:
                 lines.append(
                     f"At {_requests(concurrency)} a draft must reach acceptance length {cell.break_even_length:.2f} "
                     f"({cell.break_even_acceptance:.0%} accepted at every position) to break even with "
-                    f"{_drafts(cell.draft_tokens)}; this one has {cell.acceptance_length:.2f}."
+                    f"{_drafts(cell.draft_tokens)}; {'the assumed one' if self.assumed else 'this one'} has "
+                    f"{cell.acceptance_length:.2f}."
                 )
-        if any(cell.extrapolated for cell in self.cells):
+        if any(cell.extrapolated for cell in self.cells) and not self.assumed:
             lines.append(
-                f"Beyond {len(self.acceptance)} draft tokens acceptance was not measured: the last value is taken."
+                f"Beyond {_drafts(len(self.acceptance))} acceptance was not measured: the last value is taken."
             )
         return lines
 
@@ -200,8 +203,10 @@ class Payoff:
         }
 
 
-def payoff(acceptance: Sequence[float], times: Sequence[StepTimes], ks: Sequence[int]) -> Payoff:
-    """The table over all measured concurrencies and `ks`.
+def payoff(
+    acceptance: Sequence[float], times: Sequence[StepTimes], ks: Sequence[int], *, assumed: bool = False
+) -> Payoff:
+    """The table over all measured concurrencies and `ks`; `assumed`: whether acceptance is only supposed.
 
     Raises:
         UserError: as `acceptance_length`, or nothing to tabulate.
@@ -212,6 +217,7 @@ def payoff(acceptance: Sequence[float], times: Sequence[StepTimes], ks: Sequence
     return Payoff(
         acceptance=tuple(acceptance),
         cells=tuple(predict(acceptance, one, k) for one in order for k in sorted(ks)),
+        assumed=assumed,
     )
 
 

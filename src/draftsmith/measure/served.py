@@ -65,7 +65,7 @@ async def _measure(run: Path, settings: MeasureSettings, served: ServedSettings,
             contexts += [context] if context else []
         bench = set_up(run, settings, contexts)
         _refuse_starved(bench, served.concurrency)
-        kept = read_kept(run / "measure", bench.plan, _draft_fingerprint(run))
+        kept = read_kept(run / "measure", bench.plan, draft_fingerprint(run))
         for side, server in servers.items():
             cautions = await check(server, bench, progress.say)
             levels = kept.sides[side].levels if side in kept.sides else {}
@@ -224,7 +224,8 @@ def _reference(run: Path, draft_tokens: int) -> dict[str, Any] | None:
     return {name: result[name] for name in ("acceptance_length", "acceptance_per_position", "speedup", "prompts")}
 
 
-def _draft_fingerprint(run: Path) -> str:
+def draft_fingerprint(run: Path) -> str:
+    """Of the run's draft; "" where it has none."""
     return str(manifest(run, "draft")["fingerprint"]) if (run / "draft" / MANIFEST).exists() else ""
 
 

@@ -76,15 +76,24 @@ async def check(server: Server, bench: Bench, say: Callable[[str], object]) -> l
     prompts = bench.prompts[:WARM_UP_PROMPTS]
     short = {p.key: replace(bench.samplings[p.key], max_tokens=WARM_UP_TOKENS, temperature=0.0) for p in prompts}
     warm = await run_load(server, prompts, short, bench.stop_ids, len(prompts), lambda: None)
-    _right_side(server, warm)
-    cautions += _same_model(server, bench, warm)
+    cautions += judged(server, bench, warm)
     for caution in cautions:
         say(f"measure: {caution}")
     return cautions
 
 
+def judged(server: Server, bench: Bench, warm: Load) -> list[str]:
+    """Refuses a server by its greedy replies; returns what a reader of the result should know.
+
+    Raises:
+        UserError: as `check`, but for the tokenizer.
+    """
+    _right_side(server, warm)
+    return _same_model(server, bench, warm)
+
+
 def _right_side(server: Server, warm: Load) -> None:
-    drafts = warm.counted.drafts or sum(reply.verified or 0 for reply in warm.replies)
+    drafts = warm.drafts
     if server.side == "draft" and not drafts:
         hint = {
             "llamacpp": "llama.cpp needs --spec-type draft-eagle3 beside -md",
@@ -131,7 +140,8 @@ def _same_model(server: Server, bench: Bench, warm: Load) -> list[str]:
     pairs = [(reply.ids, known[reply.key]) for reply in warm.replies if reply.key in known]
     if not pairs:
         return [f"{server.endpoint.shown}: whether it serves the run's target could not be checked: no greedy replies"]
-    same = sum(tuple(ids) == tuple(expected[: len(ids)]) for ids, expected in pairs)
+    heads = [(tuple(ids[:WARM_UP_TOKENS]), expected) for ids, expected in pairs]
+    same = sum(head == tuple(expected[: len(head)]) for head, expected in heads)
     share = same / len(pairs)
     words = f"{same} of {len(pairs)} greedy replies begin with the same {WARM_UP_TOKENS} tokens as the run's target's"
     if share < SAME_MODEL:

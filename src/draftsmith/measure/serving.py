@@ -15,10 +15,12 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from draftsmith.artifacts import locked, read_json, write_json
+from draftsmith.errors import UserError
 from draftsmith.interrupts import abandon, stopping
 from draftsmith.measure.acceptance import Cycle, acceptance, unconditional
 from draftsmith.measure.paying import work_out
@@ -41,15 +43,22 @@ def serve_and_measure(
     """Measures the run's draft in its engine; returns `serving.json`, as written.
 
     Raises:
-        UserError: nothing exported for that engine, or what `measure_served` and `work_out` refuse.
+        UserError: nothing exported for that engine, more requests at a time than questions, or what `measure_served`
+            and `work_out` refuse.
         DraftsmithError: an engine does not start.
     """
     plan = serving_plan(run, settings, measure)
-    most = max(settings.concurrency)
+    most, there = max(settings.concurrency), len(_rows(run))
+    if most > there:
+        raise UserError(
+            f"serving.concurrency {most}: expected no more than the {there} questions that were measured (the batch "
+            "would not be full); raise measure.limit, or serve fewer at a time"
+        )
     with _engines(run, settings, measure.draft_tokens, most, progress) as (draft, baseline):
         servers = {"server": draft.url, "baseline_server": baseline.url, "concurrency": settings.concurrency}
         # Its numbers are a prediction: nothing of the measurement below is known yet.
-        predicted = work_out(run, PayoffSettings(**servers, rounds=settings.rounds), progress)
+        timing = {"rounds": settings.rounds, "questions": measure.questions, "draft_tokens": measure.draft_tokens}
+        predicted = work_out(run, PayoffSettings(**servers, **timing), progress)
         everything = measure.model_copy(update={"rounds": 1})
         whole = measure_served(run, everything, ServedSettings(**servers | {"concurrency": [most]}), progress)
         timed = measure.model_copy(update={"rounds": settings.rounds, "limit": max(settings.limit, most)})
@@ -57,13 +66,15 @@ def serve_and_measure(
     found = {
         "plan": plan,
         "engine": draft.engine,
-        "acceptance": _agreement(run, whole["levels"][-1], measure.draft_tokens),
+        "draft": served["draft"],
+        "acceptance": _agreement(_rows(run), _at(whole, [most])[0], measure.draft_tokens),
         "lossless": whole["lossless"],
         "compared": whole["compared"],
+        "different": whole["different"],
         "differences": whole["differences"],
-        "predictions": _predictions(predicted, served),
+        "predictions": _predictions(predicted, _at(served, settings.concurrency)),
         "candidates": _candidates(run, draft, measure, progress) if draft.engine == "llamacpp" else None,
-        "served": served["levels"],
+        "levels": _at(served, settings.concurrency),
         "cautions": served["cautions"],
         "bigger_target": predicted["bigger_target"],
         "payoff": predicted["words"],
@@ -102,39 +113,43 @@ def _engines(
         yield draft, baseline
 
 
-def _agreement(run: Path, level: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
-    """The engine's counters beside the reference decoder's, both over every reply and as shares of all drafts."""
+def _at(served: dict[str, Any], concurrency: Sequence[int]) -> list[dict[str, Any]]:
+    """The levels measured now; a result also keeps those of earlier measurements that asked the same."""
+    return [level for level in served["levels"] if level["concurrency"] in concurrency]
+
+
+def _agreement(rows: Sequence[dict[str, Any]], level: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
+    """The engine's counters beside the reference decoder's, both over every reply and as shares of all drafts.
+
+    Without counters per position (SGLang) nothing is held against the reference.
+    """
     served = level["acceptance_per_position_unconditional"]
-    cycles = [Cycle(**cycle) for row in _rows(run) for cycle in row["cycles"]]
+    cycles = [Cycle(**cycle) for row in rows for cycle in row["cycles"]]
     reference = unconditional(acceptance(cycles, draft_tokens).per_position)
-    off = [abs(one - two) for one, two in zip(served, reference, strict=True)]
+    # llama.cpp counts no position of which nothing was ever accepted.
+    pairs = list(zip_longest(served, reference, fillvalue=0.0)) if served else []
+    off = max((abs(one - two) for one, two in pairs), default=None)
     return {
-        "served": served,
+        "served": [one for one, _ in pairs],
         "reference": [round(share, 4) for share in reference],
-        "questions": len(_rows(run)),
-        "agrees": max(off) <= POINTS,
-        "largest_difference": round(max(off), 4),
+        "questions": len(rows),
+        "agrees": None if off is None else off <= POINTS,
+        "largest_difference": None if off is None else round(off, 4),
     }
 
 
-def _predictions(predicted: dict[str, Any], served: dict[str, Any]) -> list[dict[str, Any]]:
-    found = []
-    expected = {level["concurrency"]: level for level in predicted["levels"]}
-    for level in served["levels"]:
-        one = expected.get(level["concurrency"])
-        if one is None or level["speedup"] is None:
-            continue
-        ahead = one["whole_reply_speedup"]
-        off = ahead / level["speedup"] - 1
-        found.append(
-            {
-                "concurrency": level["concurrency"],
-                "predicted": round(ahead, 4),
-                "measured": level["speedup"],
-                "off": round(off, 4),
-            }
-        )
-    return found
+def _predictions(predicted: dict[str, Any], levels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was predicted for whole replies beside what was measured, per concurrency."""
+    ahead = {level["concurrency"]: level["whole_reply_speedup"] for level in predicted["levels"]}
+    return [
+        {
+            "concurrency": level["concurrency"],
+            "predicted": round(ahead[level["concurrency"]], 4),
+            "measured": level["speedup"],
+            "off": round(ahead[level["concurrency"]] / level["speedup"] - 1, 4),
+        }
+        for level in levels
+    ]
 
 
 def _candidates(run: Path, draft: Launch, measure: MeasureSettings, progress: Progress) -> dict[str, Any]:
@@ -149,12 +164,12 @@ def _candidates(run: Path, draft: Launch, measure: MeasureSettings, progress: Pr
     from draftsmith.target.embedded import resolve_model
     from draftsmith.target.loading import load_model
 
-    rows = _rows(run)[:CANDIDATE_PROMPTS]
+    rows = [row for row in _rows(run) if row["cycles"]][:CANDIDATE_PROMPTS]
     prompts = _prompts(run, [row["key"] for row in rows], measure)
     log = run / "serve-llamacpp-candidates.log"
     extra = (*draft.extra, "--exact", "--log-level", str(SHOWS_CANDIDATES))
     one_slot = replace(draft, parallel=1, port=_free_port(), extra=extra)
-    with running(one_slot, log, progress, START_SECONDS):
+    with stopping(abandon), running(one_slot, log, progress, START_SECONDS):
         replies = [ask(one_slot.url, ids, len(row["ids"])) for ids, row in zip(prompts, rows, strict=True)]
     with open(log, encoding="utf-8", errors="replace") as lines:
         drafted = read_drafted(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +27,33 @@ def finished(run: Path, settings: ServingSettings, measure: MeasureSettings) -> 
     return found if found and found["plan"] == serving_plan(run, settings, measure) else None
 
 
-def serving_words(found: dict[str, Any]) -> list[str]:
-    """What was found, in sentences."""
+def agreement_words(found: dict[str, Any]) -> list[str]:
+    """Whether the engine does what the reference decoder and the trained draft do, in sentences."""
     lines = []
     same = found["acceptance"]
-    pairs = zip(same["served"], same["reference"], strict=True)
-    lines.append(
-        f"{found['engine']} accepts at positions 1 to {len(same['served'])}, of all drafts: "
-        + ", ".join(f"{one:.3f} (reference {two:.3f})" for one, two in pairs)
-        + f"; {'within' if same['agrees'] else 'NOT within'} {POINTS:.0%} at every position"
-    )
+    if same["agrees"] is None:
+        lines.append(f"{found['engine']} does not count what it accepts per position")
+    else:
+        pairs = zip_longest(same["served"], same["reference"], fillvalue=0.0)
+        lines.append(
+            f"{found['engine']} accepts at positions 1 to {len(same['served'])}, of all drafts: "
+            + ", ".join(f"{one:.3f} (reference {two:.3f})" for one, two in pairs)
+            + f"; {'within' if same['agrees'] else 'NOT within'} {POINTS:.0%} at every position"
+        )
     if found["candidates"]:
         one = found["candidates"]
         lines.append(f"its draft candidates equal ours at {one['share']:.1%} of {one['positions']} positions")
-    outputs = "equal the baseline's" if found["lossless"] else "do NOT all equal the baseline's"
-    lines.append(f"outputs {outputs} ({found['compared'] - len(found['differences'])} of {found['compared']})")
-    for one in found["predictions"]:
-        lines.append(
-            f"at {one['concurrency']}: {one['measured']:.2f}x measured, {one['predicted']:.2f}x predicted beforehand "
-            f"({one['off']:+.0%})"
-        )
-    return [*lines, *found["payoff"], found["bigger_target"]]
+    if found["compared"]:
+        outputs = "equal the baseline's" if found["lossless"] else "do NOT all equal the baseline's"
+        lines.append(f"outputs {outputs} ({found['compared'] - found['different']} of {found['compared']})")
+    return lines
+
+
+def serving_words(found: dict[str, Any]) -> list[str]:
+    """What was found, in sentences."""
+    predictions = [
+        f"at {one['concurrency']}: {one['measured']:.2f}x measured, {one['predicted']:.2f}x predicted beforehand "
+        f"({one['off']:+.0%})"
+        for one in found["predictions"]
+    ]
+    return [*agreement_words(found), *predictions, *found["payoff"], found["bigger_target"]]

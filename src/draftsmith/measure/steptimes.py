@@ -22,8 +22,10 @@ from typing import Any
 from draftsmith.errors import UserError
 from draftsmith.measure.load import Load, Server, run_load
 from draftsmith.measure.payoff import Replies, StepTimes, composed
+from draftsmith.measure.prompts import Prompt
 from draftsmith.measure.served_bench import Bench, set_up
-from draftsmith.measure.served_checks import connect
+from draftsmith.measure.served_checks import connect, judged
+from draftsmith.measure.served_rounds import depth, round_of
 from draftsmith.progress import Progress
 from draftsmith.recipe import MeasureSettings, PayoffSettings
 from draftsmith.target.transport import Transport
@@ -51,6 +53,8 @@ class Measured:
 
     source: str
     levels: tuple[Level, ...]
+    cautions: tuple[str, ...] = ()
+    """What a reader should know of the servers they come from."""
 
     @property
     def times(self) -> list[StepTimes]:
@@ -76,6 +80,11 @@ def served_steps(run: Path, settings: PayoffSettings, share: float | None, progr
 async def _served(run: Path, settings: PayoffSettings, share: float | None, progress: Progress) -> Measured:
     if settings.baseline_server is None:
         raise UserError("payoff: expected --baseline-server (plain steps are what a draft is held against), found none")
+    if settings.server is None and share is None:
+        raise UserError(
+            "payoff: expected --server with a draft, or --draft-share (a draft step as a share of a plain one), found "
+            "neither, and the run does not tell"
+        )
     async with AsyncExitStack() as stack:
         servers: dict[str, Server] = {}
         contexts = []
@@ -90,32 +99,54 @@ async def _served(run: Path, settings: PayoffSettings, share: float | None, prog
         wanted = settings.concurrency if drafting else _levels(settings)
         replies = sum(len(_prompts(bench, level)) for level in wanted) * settings.rounds * len(servers)
         found: dict[int, dict[str, list[Load]]] = {}
+        cautions: dict[str, None] = {}  # each once, in order
         with progress.track("step times", replies, "replies") as tracker:
             for level in wanted:
                 prompts = _prompts(bench, level)
                 found[level] = {side: [] for side in servers}
-                for number in range(settings.rounds + 1):  # the first one warms up
+                for server in servers.values():
+                    cautions |= dict.fromkeys(await _warm_up(server, bench, prompts, level))
+                for _ in range(settings.rounds):
                     for side, server in servers.items():
                         load = await run_load(server, prompts, bench.samplings, bench.stop_ids, level, lambda: None)
-                        if number:
-                            found[level][side].append(load)
-                            tracker.update(tracker.done + len(prompts))
+                        found[level][side].append(load)
+                        tracker.update(tracker.done + len(prompts))
+                        if load.disturbed:
+                            others = f"{server.endpoint.shown}: generated tokens for others while steps were timed"
+                            cautions |= {others: None}
     if drafting:
-        return Measured(
-            source=f"measured on {servers['draft'].engine} with and without the draft",
-            levels=tuple(_level(level, loads, servers["draft"].engine) for level, loads in found.items()),
-        )
-    if share is None:
-        raise UserError(
-            "payoff: expected --server with a draft, or --draft-share (a draft step as a share of a plain one), found "
-            "neither, and the run does not tell"
-        )
+        server = servers["draft"]
+        levels = tuple(_level(level, loads, server, settings.draft_tokens) for level, loads in found.items())
+        told = any(_depth(loads["draft"], server) for loads in found.values())
+        taken = "" if told else f" (its steps taken for {settings.draft_tokens} draft tokens, which it does not tell)"
+        source = f"measured on {server.engine} with and without the draft{taken}"
+        return Measured(source=source, levels=levels, cautions=tuple(cautions))
+    assert share is not None
     plain = {level: loads["baseline"] for level, loads in found.items()}
     return Measured(
         source=f"plain steps measured on {servers['baseline'].engine}; checking k+1 tokens taken as k+1 times the "
         f"requests, a draft step as {share:.1%} of a plain one (estimates)",
         levels=tuple(_estimated(level, plain, settings, share) for level in settings.concurrency),
+        cautions=tuple(cautions),
     )
+
+
+async def _warm_up(server: Server, bench: Bench, prompts: Sequence[Prompt], level: int) -> list[str]:
+    """A round that is not timed: whether the server is what it is taken for, and runs as many as are asked."""
+    waited = 0
+
+    def look() -> None:  # whenever a reply has ended, so there is a place free
+        nonlocal waited
+        waited = max(waited, server.counters().waiting or 0)
+
+    load = await run_load(server, prompts, bench.samplings, bench.stop_ids, level, look)
+    cautions = judged(server, bench, load)
+    if waited:
+        cautions.append(
+            f"{server.endpoint.shown}: asked {level} at a time, up to {waited} waited for a place, so its steps are of "
+            "fewer requests; let it run more at once"
+        )
+    return cautions
 
 
 def typed_steps(settings: PayoffSettings) -> Measured:
@@ -152,7 +183,9 @@ def reference_steps(result: Mapping[str, Any]) -> Measured:
     k, rounds = result["draft_tokens"], result["rounds"]
     length = result["acceptance_length"]
     if length is None:
-        raise UserError("payoff: the run's measurement has no acceptance length (all replies are loops); measure again")
+        raise UserError(
+            "payoff: the run's measurement has no acceptance length (all replies are loops); measure on other questions"
+        )
     plain = 1 / result["baseline_tokens_per_second"]
     times = StepTimes(concurrency=1, target=plain, with_draft={k: length / result["tokens_per_second"]})
     speeds = [one["speedup"] for one in rounds] if rounds and "speedup" in rounds[0] else [1.0]
@@ -185,22 +218,23 @@ def _levels(settings: PayoffSettings) -> list[int]:
     return sorted({*settings.concurrency, *(level * (settings.draft_tokens + 1) for level in settings.concurrency)})
 
 
-def _prompts(bench: Bench, level: int) -> list[Any]:
-    wanted = PER_REQUEST * level
-    return [bench.prompts[index % len(bench.prompts)] for index in range(wanted)]
+def _prompts(bench: Bench, level: int) -> list[Prompt]:
+    """So many that the batch is full, the first ones again where there are fewer: none is taken from a cache."""
+    return [bench.prompts[index % len(bench.prompts)] for index in range(PER_REQUEST * level)]
 
 
-def _level(level: int, loads: Mapping[str, Sequence[Load]], engine: str) -> Level:
+def _depth(loads: Sequence[Load], server: Server) -> int:
+    """Draft tokens of a step; 0 where the server does not tell (SGLang)."""
+    return depth([round_of(load, server, "") for load in loads])
+
+
+def _level(level: int, loads: Mapping[str, Sequence[Load]], server: Server, draft_tokens: int) -> Level:
     plain = [_plain_step(load) for load in loads["baseline"]]
-    steps = [_draft_step(load, engine) for load in loads["draft"]]
-    depth = max(len(load.counted.per_position) for load in loads["draft"])
-    if not depth:
-        raise UserError(f"payoff: {engine} does not tell how many tokens it drafts; give --draft-tokens and type steps")
+    steps = [_draft_step(load, server.endpoint.shown) for load in loads["draft"]]
+    k = _depth(loads["draft"], server) or draft_tokens
     first = statistics.median(_first(load) for load in loads["baseline"])
     return Level(
-        times=StepTimes(
-            concurrency=level, target=statistics.median(plain), with_draft={depth: statistics.median(steps)}
-        ),
+        times=StepTimes(concurrency=level, target=statistics.median(plain), with_draft={k: statistics.median(steps)}),
         replies=Replies(prefill=first, tokens=_length(loads["baseline"])),
         draft_prefill=statistics.median(_first(load) for load in loads["draft"]) - first,
         spread=max(steps) / min(steps),
@@ -232,11 +266,10 @@ def _plain_step(load: Load) -> float:
     return _decoding(load) / later
 
 
-def _draft_step(load: Load, engine: str) -> float:
-    steps = load.counted.drafts or sum(reply.verified or 0 for reply in load.replies)
-    if not steps:
-        raise UserError(f"payoff: the {engine} server at --server drafted nothing; serve the draft with its method")
-    return _decoding(load) / steps
+def _draft_step(load: Load, shown: str) -> float:
+    if not load.drafts:
+        raise UserError(f"{shown}: drafted nothing in a round, so its steps cannot be timed")
+    return _decoding(load) / load.drafts
 
 
 def _length(loads: Sequence[Load]) -> float:
@@ -255,6 +288,6 @@ def _typed(flag: str, values: Sequence[str]) -> dict[int, float]:
             found[int(level) if colon else 1] = float(milliseconds) / 1000
         except ValueError:
             raise UserError(f"{flag} {value}: expected CONCURRENCY:MILLISECONDS, e.g. 16:24.5") from None
-    if any(seconds < 0 for seconds in found.values()) or any(number < 1 for number in found):
-        raise UserError(f"{flag}: expected a concurrency of 1 or more and milliseconds of 0 or more, found {values}")
+    if not all(0 < seconds < float("inf") for seconds in found.values()) or any(number < 1 for number in found):
+        raise UserError(f"{flag}: expected a concurrency of 1 or more and milliseconds above 0, found {values}")
     return found

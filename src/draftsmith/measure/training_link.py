@@ -6,6 +6,7 @@ rows that were taught the wrong token or none, and in what the live states of th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,8 +23,10 @@ from draftsmith.measure.stored import OWN_WORDS, Stored, dead_rows
 from draftsmith.measure.walks import Walk, Words, batch_of, loss, walk, walk_of
 from draftsmith.train import metrics
 
+ALIKE, LEAST = 0.3, 8
+"""Share of replies with the same second token, and replies at least, from which a first row can be judged."""
 UNTAUGHT = 0.25
-"""First rows hit less often than this share of the others were left out of the mask."""
+"""First rows hit less often than this share of what the most usual token would hit were left out of the mask."""
 
 
 def training_link(scene: Scene, draft: Eagle3Draft, stored: Stored, held_out: Walk, now: Walk) -> Link:
@@ -116,12 +119,10 @@ def _mask_suspects(draft: Eagle3Draft, stored: Stored, held_out: Walk, scene: Sc
                 )
             )
     others, ahead = float(torch.cat(hits).mean()), float(np.mean(first))
-    if (
-        not found
-        and len(first) >= 8
-        and ahead < UNTAUGHT * others
-        and ahead + 2 * (others / len(first)) ** 0.5 < others
-    ):
+    # Replies that begin differently are hard there for any draft; where many begin alike, a taught one knows it.
+    common = Counter(words.ids[words.prompt_length + 1] for words in stored.training).most_common(1)
+    usual = common[0][1] / len(stored.training) if common else 0.0
+    if not found and len(stored.training) >= LEAST and usual >= ALIKE and ahead < UNTAUGHT * min(usual, others):
         mended = walk_of(*_matches(draft, stored.held_out, scene.draft_tokens, frozenset(), True), scene.draft_tokens)
         found.append(
             Suspect(

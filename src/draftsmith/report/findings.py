@@ -65,6 +65,9 @@ class Findings:
     result: dict[str, Any] | None
     served: dict[str, Any] | None
     """What was measured on servers."""
+    serving: dict[str, Any] | None
+    """What the run's own engine made of its draft."""
+    payoff: dict[str, Any] | None
 
 
 def read_findings(run: Path) -> Findings:
@@ -87,6 +90,8 @@ def read_findings(run: Path) -> Findings:
         checks={path.parent.name: read_json(path) for path in sorted((run / "export").glob("*/check.json"))},
         result=_json_if_there(run / "measure" / "result.json"),
         served=_json_if_there(run / "measure" / "served.json"),
+        serving=_json_if_there(run / "measure" / "serving.json"),
+        payoff=_json_if_there(run / "measure" / "payoff.json"),
     )
 
 

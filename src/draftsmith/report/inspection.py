@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.data.inspect import Inspection
+from draftsmith.errors import UserError
 from draftsmith.progress import harmless
 from draftsmith.report.coloured import Decode, Role, ShownTrace, show
 from draftsmith.report.page import render, write_page
@@ -67,7 +68,11 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
 
 
 def write_inspection_page(path: Path, inspection: Inspection) -> int:
-    """Writes the page; returns its size in bytes."""
+    """Writes the page; returns its size in bytes.
+
+    Raises:
+        UserError: there is no such place for it.
+    """
     text = render(
         "inspection.html.jinja",
         [],
@@ -84,8 +89,13 @@ def write_inspection_page(path: Path, inspection: Inspection) -> int:
         shares=share_rows(inspection),
         traces=shown_examples(inspection),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return write_page(path, text)
+    if path.is_dir():
+        raise UserError(f"--html: expected a file to write, found the folder {path}; give a name in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_page(path, text)
+    except OSError as error:
+        raise UserError(f"--html: expected a file that can be written, found {path} ({error.strerror})") from None
 
 
 def about(inspection: Inspection) -> str:

@@ -26,8 +26,10 @@ from draftsmith.recipe import ReportSettings
 from draftsmith.report.coloured import Decode, ShownTrace, show
 from draftsmith.report.figures import Chart
 from draftsmith.report.findings import Findings, TraceFindings, read_findings
+from draftsmith.report.payoff import payoff
 from draftsmith.report.sections import acceptance, exports, funnel, lengths, made_of, training, vocabulary
 from draftsmith.report.served import served
+from draftsmith.report.serving import serving
 from draftsmith.report.verdict import verdict
 from draftsmith.target.template import load_template
 
@@ -63,12 +65,17 @@ def render_report(findings: Findings, progress: Progress) -> tuple[int, str]:
     trained = training(findings)
     accepted = acceptance(findings)
     shown, says = _shown(findings, progress)
-    on_servers = served(findings.served, findings.manifests.get("draft", {}).get("fingerprint", ""))
+    draft = findings.manifests.get("draft", {}).get("fingerprint", "")
+    on_servers = served(findings.served, draft)
+    own_engine = serving(findings.serving, draft)
+    paying = payoff(findings.payoff, draft)
     charts = [
         *length_charts,
         *(trained.charts if trained else ()),
         *([accepted.chart] if accepted and accepted.chart else ()),
         *(on_servers.charts if on_servers else ()),
+        *([own_engine.chart] if own_engine and own_engine.chart else ()),
+        *([paying.chart] if paying else ()),
     ]
     text = render(
         "report.html.jinja",
@@ -83,6 +90,8 @@ def render_report(findings: Findings, progress: Progress) -> tuple[int, str]:
         training=trained,
         acceptance=accepted,
         served=on_servers,
+        serving=own_engine,
+        payoff=paying,
         traces=shown,
         traces_say=says,
         exports=exports(findings.checks),

@@ -22,6 +22,8 @@ LOOK_SECONDS, LOOK_LIMIT = 1.0, 30.0
 """Pause before the first look at a server that is left out, and before the later ones at most."""
 TRIAL_SECONDS = 5.0
 """A request on trial that has met no fault so long counts as a good sign: replies are silent until their end."""
+TELL_REST_SECONDS, TELL_SECONDS = 10.0, 60.0
+"""People hear of a rest as long as that, and of many short ones without a reply after a minute, and every minute."""
 HEALTH_WEIGHT = 0.1
 BACKOFF_SECONDS, BACKOFF_LIMIT = 0.5, 60.0
 
@@ -44,6 +46,10 @@ class Endpoint:
         self.back_at = self.trial_until = 0.0
         self.tried = True
         self.rests_until = 0.0
+        self.refused_since: float | None = None
+        """Since when it asks for patience and nothing else; None: it does not."""
+        self.told_at: float | None = None
+        """When people were last told so."""
         self.queue: Queue | None = None
 
     def at(self, path: str) -> str:
@@ -77,6 +83,7 @@ class Endpoint:
         since, self.left_out_at = self.left_out_at, None
         self.faults = self.refusals = 0
         self.pause = self.trial_until = 0.0
+        self.refused_since = self.told_at = None
         return since
 
     def faulted(self, reason: str, sent_at: float, now: float) -> bool:
@@ -119,9 +126,19 @@ class Endpoint:
             self.rests_until = max(self.rests_until, now + asked)
             return seconds, False
         self.refusals += 1
+        self.refused_since = now if self.refused_since is None else self.refused_since
         seconds = max(asked, backoff(self.refusals))
         self.rests_until = now + seconds
         return seconds, True
+
+    def worth_telling(self, seconds: float, now: float) -> bool:
+        """Whether people should hear of a rest: a long one, and once a minute that it asks for nothing but patience."""
+        quiet_since = self.refused_since if self.told_at is None else self.told_at
+        first_long = self.told_at is None and seconds >= TELL_REST_SECONDS
+        if first_long or (quiet_since is not None and now - quiet_since >= TELL_SECONDS):
+            self.told_at = now
+            return True
+        return False
 
 
 class Endpoints:
@@ -155,9 +172,17 @@ def base_url(url: str) -> str:
     Raises:
         UserError: no URL.
     """
-    url = url if "://" in url else f"http://{url}"
+    given, url = url, url if "://" in url else f"http://{url}"
     try:
-        urlsplit(url)
+        usable = urlsplit(url).scheme in ("http", "https") and urlsplit(url).hostname
     except ValueError:
-        raise UserError(f"{without_credentials(url)}: expected a URL such as http://localhost:8000") from None
+        usable = None
+    if not usable:
+        raise no_url(given)
     return url.rstrip("/").removesuffix("/chat/completions").removesuffix("/models")
+
+
+def no_url(given: str) -> UserError:
+    """What to raise for a server's URL that is none."""
+    shown = given and without_credentials(given)
+    return UserError(f"--server: expected a URL such as http://localhost:8000, found {shown!r}")

@@ -13,11 +13,9 @@ from typing import Any, Literal
 
 from draftsmith.target.reply import Reply, Sampling
 from draftsmith.target.template import Template
-from draftsmith.target.thinking import ENDED, Delimiters, opened_by_prompt, split
+from draftsmith.target.thinking import ENDED, THINKING_OPTIONS, Delimiters, opened_by_prompt, split, thinking_wanted
 
 Level = Literal["ok", "note", "warning", "fatal"]
-THINKING_OPTIONS = ("thinking", "enable_thinking")
-"""Template options that switch thinking: Kimi's, and Qwen's, GLM's and DeepSeek's."""
 MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -54,8 +52,7 @@ class Intent:
     @property
     def thinks(self) -> bool | None:
         """What the template options say about thinking; None: nothing."""
-        options = self.template.options
-        return next((bool(options[name]) for name in THINKING_OPTIONS if name in options), None)
+        return thinking_wanted(self.template.options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +209,11 @@ def reasoning_findings(seen: Seen, intent: Intent, easy: Prompt) -> list[Finding
         return [Finding("fatal", "reasoning", f"{text}; {cure}")]
     text = f"none seen in the test reply, and nothing asks for it ({delimiters.close_text} never comes)"
     return [Finding("warning", "reasoning", f"{text}; if the target should think, set its template option")]
+
+
+def thinks(intent: Intent, reply: Reply, easy: Prompt) -> bool:
+    """Whether a reply to the easy question holds reasoning, begun and closed or cut."""
+    return intent.delimiters is not None and _reasoning_state(intent, reply, reply.prompt_ids or easy.ids) == "seen"
 
 
 def cut_findings(seen: Seen, intent: Intent, easy: Prompt) -> list[Finding]:

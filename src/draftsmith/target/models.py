@@ -9,7 +9,7 @@ import msgspec
 
 from draftsmith.errors import UserError
 from draftsmith.recipe import without_credentials
-from draftsmith.target.endpoints import Endpoint
+from draftsmith.target.endpoints import Endpoint, no_url
 from draftsmith.target.transport import Transport
 from draftsmith.target.wire import PassingFault, explanation
 
@@ -57,7 +57,7 @@ async def models_of(endpoint: Endpoint, transport: Transport, api_key_env: str, 
         try:
             status, content = await transport.within(seconds, "GET", url + "/models")
         except aiohttp.InvalidURL:
-            raise UserError(f"{endpoint.shown}: expected a URL such as http://localhost:8000") from None
+            raise no_url(endpoint.url) from None
         except PassingFault as fault:
             raise NotReady(f"the server does not answer ({fault.reason})", "start it, or correct --server") from None
         if status == 404:

@@ -30,6 +30,7 @@ from draftsmith.target.findings import (
     reasoning_findings,
     sampling_findings,
     thinking_option,
+    thinks,
     where_ids_part,
 )
 from draftsmith.target.reply import Reply, Sampling
@@ -71,6 +72,8 @@ class Verdict:
     dialect: Dialect
     ids_source: IdsSource
     """The best that this server can give."""
+    thinks: bool
+    """The test reply held reasoning."""
     findings: tuple[Finding, ...]
     easy: Reply
     greedy: Reply
@@ -91,6 +94,7 @@ class Verdict:
             "max_model_len": self.max_model_len,
             "dialect": self.dialect.name,
             "ids_source": self.ids_source,
+            "thinks": self.thinks,
             "findings": [{"level": f.level, "about": f.about, "text": f.text} for f in self.findings],
             "fatal": bool(self.fatal),
         }
@@ -215,6 +219,7 @@ async def probe_server(line: Line, intent: Intent, max_model_len: int | None, en
         max_model_len=max_model_len,
         dialect=dialect,
         ids_source=source,
+        thinks=thinks(intent, seen.easy, easy),
         findings=(
             Finding("ok" if max_model_len else "note", "server", f"{name} {version}".strip() + context),
             _ids_finding(dialect, source),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -33,7 +33,7 @@ from draftsmith.target.wire import Aborted, ChatFailed, PassingFault, refusal
 
 LOOK_TIMEOUT = 10.0
 WATCH_SECONDS, METRICS_SECONDS = 0.25, 2.5
-REMIND_SECONDS, SAY_WAIT_SECONDS, SAY_REST_SECONDS = 60.0, 15.0, 10.0
+REMIND_SECONDS, SAY_WAIT_SECONDS = 60.0, 15.0
 DEADLINE_FLOOR, SECONDS_PER_TOKEN = 600.0, 0.25
 """4 tokens a second: a busy server without a GPU."""
 
@@ -70,6 +70,7 @@ class ServerTarget:
     Attributes:
         waiting: requests that wait for a server or for their next try.
         refused: requests answered by 429 or 503 so far.
+        fits: asked about a server that comes back before anything is sent there; raises UserError if it must not be.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class ServerTarget:
         self.transport = Transport(api_key_env)
         self.draining = asyncio.Event()
         self.say: Callable[[str], object] = lambda message: None
+        self.fits: Callable[[Endpoint], Awaitable[None]] | None = None
+        self.max_model_len: int | None = None
         self.watcher: asyncio.Future[Any] | None = None
         self.waiting = self.refused = 0
         self.reminded_at = 0.0
@@ -122,10 +125,11 @@ class ServerTarget:
         self.watcher = asyncio.gather(*map(self._watch, self.endpoints))
         self.watcher.add_done_callback(lambda _: self.pool.wake())
         lengths = [card.max_model_len for card in cards if card.max_model_len is not None]
+        self.max_model_len = min(lengths) if lengths else None
         return ServerInfo(
             model=cards[0].id,
             root=cards[0].root or cards[0].id,
-            max_model_len=min(lengths) if lengths else None,
+            max_model_len=self.max_model_len,
             urls=tuple(endpoint.shown for endpoint in self.endpoints),
             engine=cards[0].owned_by or "unknown",
             version=await self._version(),
@@ -271,8 +275,10 @@ class ServerTarget:
         """Sends nothing to a server that asks for patience; the request waits too, unless another server is free."""
         now = time.monotonic()
         seconds, news = endpoint.rest(fault.retry_after, now)
-        if news and seconds >= SAY_REST_SECONDS:
-            self.say(f"{endpoint.shown}: {fault.reason}; nothing is sent there for {clock(seconds)}")
+        if news and endpoint.worth_telling(seconds, now):
+            since = now - (now if endpoint.refused_since is None else endpoint.refused_since)
+            so_far = f" (nothing but that for {clock(since)}, {self.waiting} requests wait)" if since else ""
+            self.say(f"{endpoint.shown}: {fault.reason}; nothing is sent there for {clock(seconds)}{so_far}")
         if self.pool.choose(now, endpoint) is None:
             await self._pause(random.uniform(1.0, 1.3) * seconds)  # not all at once when the rest is over
 
@@ -340,13 +346,26 @@ class ServerTarget:
         try:
             cards = await self._look(endpoint, LOOK_TIMEOUT)
             if not isinstance(cards, NotReady):
-                choose(endpoint, cards, self.model)
+                self._refuse_less(choose(endpoint, cards, self.model))
+                if self.fits is not None:
+                    await self.fits(endpoint)
                 endpoint.back(time.monotonic())
                 return
             reason = cards.reason
-        except UserError as error:  # another model, another key
-            reason = str(error)
+        except UserError as error:  # another model, another key, other flags
+            reason = str(error).removeprefix(f"{endpoint.shown}: ")
+            if reason != endpoint.reason:
+                self.say(f"{endpoint.shown} answers, but stays left out: {reason}")
         endpoint.leave_out(reason, time.monotonic())
+
+    def _refuse_less(self, card: Card) -> None:
+        """A server that comes back must take as many ids as those that the run was planned with.
+
+        Raises:
+            UserError: it takes fewer.
+        """
+        if self.max_model_len and card.max_model_len and card.max_model_len < self.max_model_len:
+            raise UserError(f"expected a context of {self.max_model_len:,} ids, found {card.max_model_len:,}")
 
     async def _queue(self, endpoint: Endpoint) -> Queue | None:
         at = time.monotonic()

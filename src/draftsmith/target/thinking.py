@@ -10,17 +10,22 @@ the tokenizer, and works for non-ASCII delimiters too.
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from draftsmith.errors import UserError
 from draftsmith.recipe import Family
-from draftsmith.target.template import Template
+from draftsmith.target.template import Template, TemplateRefusal
 from draftsmith.trace import Span
 
 THINK = ("<think>", "</think>")
+WRITTEN = re.compile(r"""\\?(["'])(?:\s|\\+n|</?think>)*</?think>(?:\s|\\+n|</?think>)*\\?\1""")
+"""A string of a template's source that is nothing but tags and white space: written into prompts or sought in replies."""
+THINKING_OPTIONS = ("thinking", "enable_thinking")
+"""Template options that switch thinking: Kimi's, and Qwen's, GLM's and DeepSeek's."""
 KIMI_IDS = (163606, 163607)
 """`<think>` and `</think>` of Kimi-K2 and K2.5 (vocabulary 163840)."""
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
@@ -61,11 +66,15 @@ class Split:
 def find_delimiters(template: Template, family: Family, open_text: str = "", close_text: str = "") -> Delimiters | None:
     """The delimiters of `family` as ids of this tokenizer; None: the target does not think.
 
-    `auto` takes gpt-oss channels or `<think>` where the vocabulary or the template's text has them.
+    `auto` takes gpt-oss channels where the vocabulary has them, and `<think>` where it has, or the template writes or
+    seeks, one of the two tags; text that only mentions them does not count.
 
     Raises:
         UserError: the family does not fit the tokenizer, or `custom` lacks a delimiter.
     """
+    if family != "custom" and (open_text or close_text):
+        given = "--think-open" if open_text else "--think-close"
+        raise UserError(f"{given}: expected --thinking custom beside it, found --thinking {family}; give that, or none")
     if family == "auto":
         family = _detected(template)
     if family == "none":
@@ -74,7 +83,7 @@ def find_delimiters(template: Template, family: Family, open_text: str = "", clo
         return _channel_delimiters(template)
     if family == "custom":
         if not open_text.strip() or not close_text.strip():
-            raise UserError("thinking custom: expected both think_open and think_close, found an empty one; give both")
+            raise UserError("--thinking custom: expected --think-open and --think-close, found an empty one; give both")
         return _text_delimiters(template, family, open_text.strip(), close_text.strip())
     found = _text_delimiters(template, family, *THINK)
     if family == "kimi" and (found.open_ids, found.close_ids) != (((KIMI_IDS[0],),), ((KIMI_IDS[1],),)):
@@ -83,6 +92,11 @@ def find_delimiters(template: Template, family: Family, open_text: str = "", clo
             f"found {found.open_ids[0]} and {found.close_ids[0]}; use --thinking think"
         )
     return found
+
+
+def thinking_wanted(options: Mapping[str, Any]) -> bool | None:
+    """What template options say about thinking; None: nothing."""
+    return next((bool(options[name]) for name in THINKING_OPTIONS if name in options), None)
 
 
 def delimiters_json(delimiters: Delimiters | None) -> str:
@@ -166,7 +180,24 @@ def _detected(template: Template) -> Family:
     ids = tuple(template.token_id(mark) for mark in THINK)
     if ids == KIMI_IDS:
         return "kimi"
-    return "think" if None not in ids or THINK[1] in template.template_text() else "none"
+    return "think" if None not in ids or _writes_think(template) else "none"
+
+
+def _writes_think(template: Template) -> bool:
+    """Whether the template itself writes a think tag, or opens a reply in one under its thinking option either way."""
+    source = template.template_text()
+    if not any(tag in source for tag in THINK):
+        return False
+    switched = [{name: on} for name in THINKING_OPTIONS for on in (True, False)]
+    return WRITTEN.search(source) is not None or any(_opens_in_think(template, options) for options in ({}, *switched))
+
+
+def _opens_in_think(template: Template, options: dict[str, bool]) -> bool:
+    asking = replace(template, options=template.options | options)
+    try:
+        return asking.text([{"role": "user", "content": "?"}]).rstrip().endswith(THINK)
+    except TemplateRefusal:
+        return False
 
 
 def _text_delimiters(template: Template, family: str, open_text: str, close_text: str) -> Delimiters:

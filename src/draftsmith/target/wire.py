@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -67,6 +67,10 @@ CHAT_FIELDS = frozenset(
 """What a message may hold that is read, or has nothing to do with reasoning."""
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""Any other number is no token's: a server that sends one is out of order."""
+
+
 class ChatFailed(Exception):
     """A request that ended without a reply. `passing`: the same request may succeed later."""
 
@@ -116,19 +120,19 @@ class _Choice(msgspec.Struct):
     message: _Message
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
-    token_ids: list[int] | None = None
-    response_token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
+    response_token_ids: list[TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
 
 
 class _Completion(msgspec.Struct):
     choices: list[_Choice]
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[TokenId] | None = None
     usage: dict[str, Any] | None = None
 
 
 class _Verbose(msgspec.Struct):
-    tokens: list[int]
+    tokens: list[TokenId]
     prompt: str
     tokens_evaluated: int
 
@@ -140,7 +144,7 @@ class _Spoken(_Completion):
 
 
 class _Tokens(msgspec.Struct):
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 class _Finish(msgspec.Struct):
@@ -158,7 +162,7 @@ class _Meta(msgspec.Struct):
 
 class _Generation(msgspec.Struct):
     meta_info: _Meta
-    output_ids: list[int]
+    output_ids: list[TokenId]
     text: str | None = None
 
 
@@ -292,7 +296,7 @@ def _chat_reply(completion: _Completion, timing: dict[str, Any]) -> Reply:
     logged = [entry.token for entry in choice.logprobs.content or ()] if choice.logprobs else []
     ids = choice.token_ids or choice.response_token_ids
     if not ids and logged and all(token.startswith(LOGGED_ID) for token in logged):
-        ids, logged = [int(token.removeprefix(LOGGED_ID)) for token in logged], []
+        ids, logged = _ids_logged(logged), []
     return Reply(
         prompt_ids=completion.prompt_token_ids or choice.prompt_token_ids or (),
         generated_ids=ids or (),
@@ -304,6 +308,13 @@ def _chat_reply(completion: _Completion, timing: dict[str, Any]) -> Reply:
         usage=completion.usage or {},
         timing=timing,
     )
+
+
+def _ids_logged(tokens: Sequence[str]) -> list[int]:
+    try:
+        return msgspec.convert([token.removeprefix(LOGGED_ID) for token in tokens], list[TokenId], strict=False)
+    except msgspec.ValidationError as error:
+        raise PassingFault(f"the reply is not a chat completion ({one_line(str(error))})") from None
 
 
 def refusal(status: int, headers: Mapping[str, str], content: bytes) -> ChatFailed | PassingFault:

@@ -66,11 +66,13 @@ class Seen:
     said: list[str] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
 
-    def gate(self, warn: bool = False, delimiters: Delimiters | None = THINK, **limits: Any) -> Gate:
+    def gate(
+        self, warn: bool = False, delimiters: Delimiters | None = THINK, thought: bool = False, **limits: Any
+    ) -> Gate:
         def event(kind: str, **fields: Any) -> None:
             self.events.append({"kind": kind, **fields})
 
-        return Gate(GateLimits(**limits), delimiters, warn=warn, say=self.said.append, event=event)
+        return Gate(GateLimits(**limits), delimiters, thought=thought, warn=warn, say=self.said.append, event=event)
 
 
 def show(gate: Gate, traces: Iterable[Trace]) -> None:
@@ -246,6 +248,26 @@ def test_each_question_is_judged_by_its_own_mode() -> None:
 def test_a_prompt_that_opens_thinking_asks_for_it() -> None:
     with pytest.raises(GateStop, match="lack reasoning"):
         show(Seen().gate(), [reply(n, opened=True, reasoning_span=None, reasoning="") for n in range(20)])
+
+
+def silent(number: int) -> Trace:
+    return reply(number, reasoning_span=None, reasoning="")
+
+
+def test_where_the_probe_saw_reasoning_none_in_the_first_replies_stops_the_run() -> None:
+    seen = Seen()
+    gate = seen.gate(thought=True)
+    show(gate, map(silent, range(31)))
+    with pytest.raises(GateStop, match="all of the first 32 replies lack the reasoning that the target began with"):
+        show(gate, [silent(31)])
+    assert len(gate.withdrawn) == 32
+    assert seen.said == []
+
+
+def test_one_thinking_reply_shows_that_a_target_thinks_when_it_likes() -> None:
+    gate = Seen().gate(thought=True)
+    show(gate, [reply(0), *map(silent, range(1, 300))])
+    gate.end([])
 
 
 def test_where_nobody_asked_for_thinking_its_absence_gets_a_word_and_no_stop() -> None:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from draftsmith.progress import Progress
 from draftsmith.recipe import CaptureSettings
 from draftsmith.target import endpoints
 from draftsmith.target import server as server_module
+from draftsmith.target.probe import QUESTIONS
 from draftsmith.target.reply import Reply, Sampling
 from draftsmith.target.server import NotSentAgain
 from mock_engine import MockConfig, MockEngine
@@ -151,6 +153,35 @@ def test_one_of_two_servers_may_die_and_come_back(tmp_path: Path) -> None:
         assert one.stats()["replies"] > 0  # of its second life
     assert counts["ok"] == 400
     assert "the others go on" in run.said()
+
+
+@pytest.mark.parametrize(
+    ("later", "why"),
+    [
+        ({}, ""),
+        ({"ids": False}, "gives no token ids, unlike"),
+        ({"max_model_len": 256}, "expected a context of 4,096 ids, found 256"),
+    ],
+)
+def test_a_server_that_comes_up_late_is_probed_before_it_gets_a_question(
+    tmp_path: Path, later: dict[str, Any], why: str
+) -> None:
+    config = MockConfig(latency=0.05, max_model_len=4096)
+    with MockEngine(config) as one, MockEngine(config) as late:
+        late.kill()
+        late.config = replace(late.config, **later)
+        run = Run(tmp_path, 240)
+        thread = when(lambda: one.stats()["replies"] > 20, late.start)
+        counts = run.capture(one, late, concurrency=8, probe=True)
+        thread.join()
+        asked = late.stats()["questions"]
+    assert counts["ok"] == 240
+    questions = {question: fates for question, fates in asked.items() if question not in QUESTIONS}
+    assert bool(questions) == (not why)
+    assert f"{late.url} answers, but stays left out: " in run.said() or not why
+    assert run.said().count(why) == 1 or not why
+    if "context" not in why:
+        assert sum(len(fates) for question, fates in asked.items() if question in QUESTIONS) >= 2
 
 
 # signals

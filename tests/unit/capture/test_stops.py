@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftsmith.artifacts import Plan, Stage
-from draftsmith.capture import engine
+from draftsmith.capture import engine, serving
+from draftsmith.capture.probing import probed
 from draftsmith.errors import GateStop
 from draftsmith.progress import Progress
 from draftsmith.recipe import CaptureSettings
+from draftsmith.target.dialect import PLAIN
 from draftsmith.trace import read_traces
 from mock_engine import MockConfig, MockEngine
 
 QUESTIONS = 150
+PROBES = 12
+"""Requests of one probe at most."""
 OPENED = {"prompt_opens": True}
 """The prompt ends in <think>."""
 ASKED = {"enable_thinking": True}
@@ -85,6 +89,69 @@ def test_a_server_that_is_wrong_is_stopped_within_64_replies_by_name(
     assert stop.value.details
     server.change(faults={})
     assert run.build()["ok"] == QUESTIONS
+
+
+TURNED = [
+    ("renamed_field", False, "lack reasoning .*the server puts it into the field 'thoughts'"),
+    ("no_delimiters", False, "lack the reasoning that the target began with .*drop the think delimiters"),
+    ("no_delimiters", True, "lack the reasoning that the target began with .*drop the think delimiters"),
+    ("cut_in_thinking", False, "are cut off before they reach --max-tokens .in reasoning"),
+    ("cut_in_thinking", True, "are cut off before they reach --max-tokens .in reasoning"),
+]
+
+
+@pytest.fixture
+def turning(server: MockEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, bool], None]:
+    """Makes the server well while it is probed, and wrong from the first question on."""
+
+    def turn(fault: str, ids: bool) -> None:
+        server.change(faults={}, ids=ids, parser=True)
+
+        async def probed_well(*args: Any) -> Any:
+            verdict = await probed(*args)
+            args[1].dialect = args[1].dialect if ids else PLAIN  # logprobs tell what was generated
+            server.change(faults={fault: 1.0})
+            return verdict
+
+        monkeypatch.setattr(serving, "probed", probed_well)
+
+    return turn
+
+
+@pytest.mark.parametrize(("fault", "ids", "cause"), TURNED)
+def test_a_server_that_turns_wrong_after_the_probe_is_stopped_though_nobody_asked_for_thinking(
+    server: MockEngine, tmp_path: Path, turning: Callable[[str, bool], None], fault: str, ids: bool, cause: str
+) -> None:
+    # P01, P03
+    turning(fault, ids)
+    run = Run(tmp_path, server, probe=True, exact="any")
+    with pytest.raises(GateStop, match=cause) as stop:
+        run.build()
+    assert run.asked() <= 64 + PROBES
+    assert stop.value.details
+
+
+def test_a_field_renamed_after_the_probe_is_no_matter_where_ids_come(
+    server: MockEngine, tmp_path: Path, turning: Callable[[str, bool], None]
+) -> None:
+    # P01
+    turning("renamed_field", True)
+    counts = Run(tmp_path, server, probe=True).build()
+    assert (counts["ok"], counts["with_reasoning"]) == (QUESTIONS, QUESTIONS)
+
+
+def test_a_resumed_run_remembers_that_its_target_thought(
+    server: MockEngine, tmp_path: Path, turning: Callable[[str, bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turning("no_delimiters", True)
+    run = Run(tmp_path, server, probe=True)
+    with pytest.raises(GateStop):
+        run.build()
+    monkeypatch.setattr(serving, "probed", probed)  # which now sees a target that does not think
+    with pytest.raises(GateStop, match="lack the reasoning that the target began with"):
+        run.build()
+    server.change(faults={})
+    assert run.build()["with_reasoning"] == QUESTIONS
 
 
 def test_a_server_that_counts_delimiters_which_its_text_lacks_is_stopped_though_any_ids_will_do(

@@ -132,3 +132,11 @@ def test_norms_kept_in_bf16_are_seen_and_a_draft_all_in_bf16_tells_nothing() -> 
     for weight in draft.trained().values():
         weight.data = weight.data.bfloat16().float()
     assert rounded_norms(draft) == []
+
+
+# P40
+def test_a_draft_that_does_nothing_is_never_called_clean() -> None:
+    found = concluded([measured("export", a_walk([40] * 12, [40] * 12))], 4, 12, "vllm")
+    assert found.verdict.startswith("the draft is not working")
+    assert "more data will not" in found.verdict
+    assert not found.clean

@@ -112,3 +112,27 @@ def test_paths_lie_under_the_base_or_the_root() -> None:
     endpoint = Endpoints(["host:8000/v1/chat/completions"]).all[0]
     assert endpoint.at("/models") == "http://host:8000/v1/models"
     assert endpoint.at("//metrics") == "http://host:8000/metrics"
+
+
+def test_a_server_that_only_ever_asks_for_patience_is_told_of_once_a_minute() -> None:
+    endpoint, now, told = Endpoint("http://one"), 100.0, []
+    while now < 400.0:  # rests of two seconds, for five minutes
+        endpoint.refusals = 0
+        _, news = endpoint.rest(2.0, now)
+        if news and endpoint.worth_telling(2.0, now):
+            told.append(now)
+        now += 2.1
+    gaps = [later - earlier for earlier, later in zip([100.0, *told], told, strict=False)]
+    assert len(told) == 4
+    assert all(60 <= gap < 63 for gap in gaps), gaps
+
+
+def test_a_long_rest_is_told_of_at_once_and_a_reply_ends_the_tale() -> None:
+    endpoint = Endpoint("http://one")
+    endpoint.rest(30.0, 100.0)
+    assert endpoint.worth_telling(30.0, 100.0)
+    endpoint.rest(30.0, 131.0)
+    assert not endpoint.worth_telling(30.0, 131.0)
+    endpoint.answered(161.0)
+    endpoint.rest(2.0, 170.0)
+    assert not endpoint.worth_telling(2.0, 170.0)

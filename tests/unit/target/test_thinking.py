@@ -213,6 +213,40 @@ def test_auto_reads_the_family_off_vocabulary_or_template(make_template: Any) ->
     assert [found.family if found else None for found in families] == [None, "think", "think", "gpt-oss"]
 
 
+TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        "{{ '<|im_start|>assistant\n' }}{% if thinking is not defined or thinking %}{{ '<think>\n' }}{% endif %}",
+        "{{ '<|im_start|>assistant\n<think>\n' }}",
+        "<|im_start|>assistant\n<think>\n",
+        "<|im_start|>assistant{% if enable_thinking %}<think>{% endif %}",
+        '{{ "<|im_start|>assistant" }}{{ "\n</think>\n\n" }}',
+        "{% if '</think>' in messages[0].content %}{{ raise_exception('no') }}{% endif %}",
+    ],
+)
+def test_auto_knows_a_target_that_thinks_by_either_tag_that_its_template_writes(
+    make_template: Any, writes: str
+) -> None:
+    found = find_delimiters(make_template(template=TURNS + writes), "auto")
+    assert found is not None
+    assert found.family == "think"
+
+
+@pytest.mark.parametrize(
+    "prose",
+    [
+        "{{ '<|im_start|>system\nNever write <think> or </think> in a reply.<|im_end|>\n' }}",
+        "Put thoughts between <think> and </think>, \"as 'others' do\".<|im_start|>assistant\n",
+        "{# opened by <think> elsewhere #}<|im_start|>assistant\n",
+    ],
+)
+def test_a_template_that_only_mentions_the_tags_makes_no_thinking_target(make_template: Any, prose: str) -> None:
+    assert find_delimiters(make_template(template=prose + TURNS), "auto") is None
+
+
 def test_no_thinking_makes_the_whole_reply_the_answer(make_template: Any) -> None:
     template = make_template(marks=THINK)
     assert find_delimiters(template, "none") is None
@@ -228,8 +262,10 @@ def test_families_that_do_not_fit_the_tokenizer_are_refused(make_template: Any) 
         find_delimiters(template, "kimi")
     with pytest.raises(UserError, match=r"expects the token <\|channel\|>"):
         find_delimiters(template, "gpt-oss")
-    with pytest.raises(UserError, match="both think_open and think_close"):
+    with pytest.raises(UserError, match="expected --think-open and --think-close"):
         find_delimiters(template, "custom", "<think>", " ")
+    with pytest.raises(UserError, match="--think-close: expected --thinking custom beside it, found --thinking auto"):
+        find_delimiters(template, "auto", "", "</think>")
 
 
 @pytest.mark.parametrize("family", ["think", "none", "gpt-oss"])
