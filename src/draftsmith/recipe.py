@@ -160,12 +160,6 @@ class CaptureSettings(QuestionSettings):
     def _shown_servers(self, urls: list[str]) -> list[str]:
         return [without_credentials(url) for url in urls]
 
-    @field_validator("wait")
-    @classmethod
-    def _a_time(cls, wait: str) -> str:
-        seconds_of(wait)
-        return wait
-
 
 class ImportSettings(QuestionSettings):
     """A dataset's own answers as traces: static text, for comparison."""
