@@ -71,7 +71,8 @@ class QuestionSettings(Settings):
         dict[str, Any], Field(description="Chat template options, e.g. --template-options.thinking true.")
     ] = {}
     preamble: Annotated[
-        list[Message], Field(description="Turns before every question (system text, worked examples).")
+        list[Message],
+        Field(description="Turns before every question (system text, worked examples); as a flag, each in JSON."),
     ] = []
     thinking: Annotated[
         Family, Field(description="Family of think delimiters; auto reads it off tokenizer and template.")

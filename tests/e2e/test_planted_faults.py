@@ -15,8 +15,9 @@ from counting_run import captured, exported, learned, write_questions
 from counting_target import save_counting_target
 from draftsmith.measure.diagnose import diagnose
 from draftsmith.measure.links import Diagnosis
+from draftsmith.pipeline import run_stage
 from draftsmith.progress import Progress
-from draftsmith.recipe import DiagnoseSettings
+from draftsmith.recipe import DiagnoseSettings, ExportSettings
 from planted import Bed
 
 pytestmark = pytest.mark.slow
@@ -100,3 +101,21 @@ def test_a_fault_in_a_draft_by_others_is_found_by_trying(
     shutil.rmtree(bed.run / "draft")
     found = diagnosed(bed.run, draft=str(bed.run / "theirs"))
     assert (found.link, found.suspect) == (link, suspect), found.verdict
+
+
+def test_a_checkpoint_of_the_speculators_library_is_measured_like_our_own(good: Bed, bed: Bed) -> None:
+    speculators = pytest.importorskip("speculators", reason="the speculators library is not installed")
+    from speculators.models.eagle3.core import Eagle3DraftModel
+
+    run_stage(
+        bed.run, "export", ExportSettings(engine=["speculators"], dtype="float32"), Progress(quiet=True), force=True
+    )
+    folder = bed.run / "export" / "speculators"
+    config = speculators.SpeculatorModelConfig.from_pretrained(str(folder))
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = Eagle3DraftModel.from_pretrained(str(folder), config=config, dtype=torch.float32)
+    model.save_pretrained(bed.run / "theirs")
+    theirs = diagnosed(bed.run, draft=str(bed.run / "theirs"))
+    ours = {link.name: link.value for link in diagnosed(good.run).links}
+    assert {link.name: link.value for link in theirs.links}["export"] == pytest.approx(ours["export"])
+    assert theirs.clean, theirs.verdict

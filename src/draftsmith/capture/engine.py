@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftsmith import artifacts
@@ -54,6 +55,7 @@ def build(stage: artifacts.Stage, settings: CaptureSettings, progress: Progress)
         GateStop: the first replies show that the rest would be worthless; what was captured is kept.
         Interrupted: SIGINT or SIGTERM; replies in flight were waited for, or abandoned at the second signal.
     """
+    pa.set_memory_pool(pa.system_memory_pool())  # the default one keeps what sealing frees
     plan = Plan(settings)
     if not plan.generations:
         raise UserError(f"{settings.questions}: expected conversations in which somebody asks something, found none")

@@ -3,9 +3,10 @@
 A folder of segments (see `segments`). A reply that was appended survives a kill of the process within some milliseconds
 and a power cut within a second (see `writing`); appending never waits for the disk. Opening repairs a torn tail; a
 record damaged in the middle counts as never written, so its question is asked again. For one trace id the last record
-wins. Errors are records. A log that passes SEGMENT_BYTES becomes Parquet in the background. Memory: an index entry of
-30 to 60 bytes per trace (see `index`) and one block of records, never the run's ids. Opening reads the keys only of
-closed segments, and every checksum of the last log.
+wins. Errors are records. Logs that passed SEGMENT_BYTES become Parquet in the background once the disk has less than
+ROOMY times their size left: before, packing would cost CPU for room that nobody needs. Memory: an index entry of 30 to
+60 bytes per trace (see `index`) and one block of records, never the run's ids. Opening reads the keys only of Parquet
+segments, and every checksum of logs.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ JOURNAL = "journal"
 AGAIN = "again.json"
 """In it: the place (segment and row) before which every record is to be asked again."""
 SEGMENT_BYTES = 64 << 20
+ROOMY = 8
+"""Closed logs stay as they are while the disk has this many times their size left."""
 FORGOTTEN = 7
 """The state code of a trace whose record turned out to be damaged."""
 RETRY = 8
@@ -79,6 +82,8 @@ class Journal:
         self.writer = Writer(self._pack_later)
         self.packer = ThreadPoolExecutor(1, "pack")
         self.packing: list[Future[None]] = []
+        self.closed: list[Log] = []
+        """Not packed for want of need."""
         self._pack_closed_logs()
 
     def __enter__(self) -> Journal:
@@ -258,8 +263,13 @@ class Journal:
                 self._pack_later(found)
 
     def _pack_later(self, log: Log) -> None:
+        """In the writer's thread, which must not wait for `moving`: who holds it may wait for the writer."""
+        self.closed.append(log)
+        if shutil.disk_usage(self.path).free >= ROOMY * sum(log.end for log in self.closed):
+            return
         self.packing = [future for future in self.packing if not future.done() or future.exception()]
-        self.packing.append(self.packer.submit(self._pack, log))
+        self.packing += [self.packer.submit(self._pack, log) for log in self.closed]
+        self.closed.clear()
 
     def _pack(self, log: Log) -> None:
         """In the packer's thread. What cannot be packed stays a log, which reads as well.

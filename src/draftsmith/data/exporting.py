@@ -67,7 +67,10 @@ def export_dataset(
     template = None if settings.format == "hf" else _template(settings, metadata, progress)
     work = out.with_name(out.name + ".partial")
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    try:
+        work.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"--out: expected a folder that can be made, found {out} ({error.strerror})") from None
     try:
         with room_on_disk(work):
             if settings.format == "hf":

@@ -23,7 +23,7 @@ from draftsmith.trace import Span
 
 THINK = ("<think>", "</think>")
 WRITTEN = re.compile(r"""\\?(["'])(?:\s|\\+n|</?think>)*</?think>(?:\s|\\+n|</?think>)*\\?\1""")
-"""A string of a template's source that is nothing but tags and white space: written into prompts or sought in replies."""
+"""A string of a template's source that is nothing but tags and white space: it is written, or sought in replies."""
 THINKING_OPTIONS = ("thinking", "enable_thinking")
 """Template options that switch thinking: Kimi's, and Qwen's, GLM's and DeepSeek's."""
 KIMI_IDS = (163606, 163607)

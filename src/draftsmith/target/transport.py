@@ -21,6 +21,8 @@ CONNECT_SECONDS = 30.0
 """Patience for a connection, and for what a healthy server answers at once."""
 KEEPALIVE_SECONDS = 4.0
 """vLLM (uvicorn) closes idle connections after 5 s; reusing one it just closed is a reset."""
+READ_BYTES = 1 << 20
+"""Of a body that may wait to be taken: with less, reading a long reply is halted again and again."""
 PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
 
@@ -45,6 +47,7 @@ class Transport:
                 socket_factory=_socket,
             ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            read_bufsize=READ_BYTES,
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity", "Content-Type": "application/json"} | self.authorization,
         )

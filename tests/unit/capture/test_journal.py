@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import threading
@@ -57,6 +58,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """About four of `trace` to a segment."""
     monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 700)
+    monkeypatch.setattr(journal_module, "ROOMY", math.inf)
 
 
 def test_what_was_appended_is_there_after_reopening_with_spans_as_tuples(tmp_path: Path) -> None:
@@ -164,6 +166,23 @@ def test_closed_logs_become_parquet_and_give_the_same_traces(tmp_path: Path, sma
     with Journal(tmp_path) as journal:
         assert [journal.read(one.trace_id) for one in made] == made
         assert [journal.state(one.trace_id) for one in made] == [one.state for one in made]
+
+
+def test_closed_logs_are_packed_once_the_disk_has_little_room_for_more(
+    tmp_path: Path, small_segments: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "ROOMY", 0)
+    with Journal(tmp_path) as journal:
+        for name in "abcdefghijkl":
+            journal.append(trace(name))
+        assert journal.sync()
+        logs = sorted((tmp_path / JOURNAL).glob("*.log"))
+        assert len(logs) > 2 and not journal.packing
+        monkeypatch.setattr(journal_module, "ROOMY", math.inf)
+        for name in "mnopq":
+            journal.append(trace(name))
+        eventually(lambda: not any(log.exists() for log in logs[:-1]))
+        assert names_in(journal, "abcdefghijklmnopq") == "abcdefghijklmnopq"
 
 
 def test_a_log_left_by_a_kill_while_it_was_packed_is_packed_by_the_next_run(

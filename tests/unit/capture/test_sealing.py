@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def many(count: int) -> list[Trace]:
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments, blocks, chunks and parts of some traces each, and a cache of some blocks."""
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 8000)
+    monkeypatch.setattr(journal, "ROOMY", math.inf)
     for module in (segments, gathering):
         monkeypatch.setattr(module, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(gathering, "CHUNK_BYTES", 2000)

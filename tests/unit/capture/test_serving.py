@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from draftsmith.artifacts import Plan, Stage
-from draftsmith.capture import concurrency, engine, serving
+from draftsmith.capture import attempt, concurrency, engine, serving
 from draftsmith.errors import GateStop, Interrupted
 from draftsmith.progress import Progress
 from draftsmith.recipe import CaptureSettings
@@ -182,6 +183,16 @@ def test_a_server_that_comes_up_late_is_probed_before_it_gets_a_question(
     assert run.said().count(why) == 1 or not why
     if "context" not in why:
         assert sum(len(fates) for question, fates in asked.items() if question in QUESTIONS) >= 2
+
+
+def test_the_garbage_collector_looks_seldom_while_requests_are_in_flight_and_as_ever_after() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(GateStop), attempt._few_collections():
+        assert gc.get_threshold() == attempt.SELDOM
+        assert gc.get_freeze_count() > 0
+        raise GateStop("over")
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
 
 
 # signals

@@ -208,6 +208,8 @@ def test_a_dataset_that_is_there_is_replaced_only_when_asked_and_nothing_else_ev
     with pytest.raises(UserError, match="not such a dataset"):
         export(traces, mine, "hf", force=True)
     assert (mine / "README.md").read_text() == "my own notes"
+    with pytest.raises(UserError, match="--out: expected a folder that can be made, found .*Not a directory"):
+        export(traces, mine / "README.md" / "out", "hf")
 
 
 def test_traces_of_which_none_can_be_trained_on_make_no_dataset(tmp_path: Path) -> None:

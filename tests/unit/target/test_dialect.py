@@ -140,3 +140,36 @@ async def test_chat_asks_for_ids_and_keeps_every_token_as_vllm_and_sglang_say_it
     wire = Wire({"/chat/completions": [completion({"content": "x"})]})
     await wire.ask(Chat())
     assert (wire.sent[0][1]["return_token_ids"], wire.sent[0][1]["top_k"]) == (True, -1)
+
+
+@pytest.mark.parametrize("ids", [[7, 2], list(range(9000)), [0], [2**31 - 1, 0]])
+@pytest.mark.parametrize("field", ["token_ids", "response_token_ids"])
+async def test_ids_come_as_the_server_sent_them(field: str, ids: list[int]) -> None:
+    body = completion({"content": "x"}, {field: ids, "prompt_token_ids": PROMPT})
+    reply = await Wire({"/chat/completions": [body]}).ask(Chat())
+    assert (reply.prompt_ids, list(reply.generated_ids)) == (PROMPT, ids)
+
+
+@pytest.mark.parametrize("ids", [None, []])
+async def test_no_ids_are_none(ids: Any) -> None:
+    body = completion({"content": "x"}, {"token_ids": ids})
+    assert len((await Wire({"/chat/completions": [body]}).ask(Chat())).generated_ids) == 0
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[7, -2], [2**31], [10**30, 1], [7, 2.5], [2.0], [7, "2"], "7,2", [[7], [2]], [7, None], [True], 7, {"a": 7}],
+)
+@pytest.mark.parametrize("place", ["token_ids", "prompt_token_ids"])
+async def test_what_is_no_token_id_is_refused_when_it_arrives(place: str, ids: Any) -> None:
+    body = completion({"content": "x"}, {"token_ids": [7, 2], "prompt_token_ids": PROMPT} | {place: ids})
+    with pytest.raises(PassingFault, match="not a chat completion"):
+        await Wire({"/chat/completions": [body]}).ask(Chat())
+
+
+@pytest.mark.parametrize("token", ["-1", "2147483648", "x", ""])
+async def test_a_logged_id_that_is_none_is_refused(token: str) -> None:
+    logged = {"content": [{"token": "token_id:7"}, {"token": f"token_id:{token}"}]}
+    body = completion({"content": "x"}, {"logprobs": logged})
+    with pytest.raises(PassingFault, match="not a chat completion"):
+        await Wire({"/chat/completions": [body]}).ask(Chat())

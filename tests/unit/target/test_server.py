@@ -240,6 +240,22 @@ async def test_a_request_for_patience_costs_no_try(serve: Callable[..., FaultSer
     assert len(server.requests) == 3
 
 
+async def test_a_server_that_asks_for_nothing_but_patience_is_not_silent_for_ever(
+    serve: Callable[..., FaultServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "TELL_SECONDS", 0.02)
+    monkeypatch.setattr(endpoints, "BACKOFF_LIMIT", 0.01)
+    said: list[str] = []
+    server = serve(fault=lambda text, nth: Fault(status=429))
+    async with target_of(server.url, say=said.append) as target:
+        asked = asyncio.create_task(target.chat(ANY))
+        await until(lambda: len(said) >= 3)
+        target.drain()
+        with pytest.raises(NotSentAgain):
+            await asked
+    assert all("HTTP 429" in line and "nothing but that for" in line for line in said), said
+
+
 async def test_a_server_that_asks_for_patience_is_left_alone_and_its_request_goes_elsewhere(
     serve: Callable[..., FaultServer],
 ) -> None:
