@@ -23,6 +23,7 @@ SETTINGS = (
     "capture.held_out=0.2",
     "capture.max_tokens=48",
     "capture.batch_size=8",
+    "capture.on_gate=warn",  # so few tokens cut most replies
     "extract.batch_tokens=1024",
     "extract.shard_mib=4",
     "train.epochs=2",
