@@ -61,8 +61,10 @@ def serve_and_measure(
         predicted = work_out(run, PayoffSettings(**servers, **timing), progress)
         everything = measure.model_copy(update={"rounds": 1})
         whole = measure_served(run, everything, ServedSettings(**servers | {"concurrency": [most]}), progress)
-        timed = measure.model_copy(update={"rounds": settings.rounds, "limit": max(settings.limit, most)})
-        served = measure_served(run, timed, ServedSettings(**servers), progress)
+        served = whole
+        if settings.rounds > 1 or settings.concurrency != [most]:  # else that was a timed round already
+            timed = measure.model_copy(update={"rounds": settings.rounds, "limit": max(settings.limit, most)})
+            served = measure_served(run, timed, ServedSettings(**servers), progress)
     found = {
         "plan": plan,
         "engine": draft.engine,
