@@ -106,10 +106,9 @@ def test_a_terminal_shows_a_bar() -> None:
     assert "capture: 10/10 replies" in out.getvalue()
 
 
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines() -> None:
     out = io.StringIO()
-    progress = Progress(console=Console(file=out, force_terminal=True, width=120))
+    progress = Progress(console=Console(file=out, force_terminal=True, width=120, _environ={"TERM": "dumb"}))
     with progress.track("capture", 10, "replies") as bar:
         bar.shown -= module.PLAIN_SECONDS + 1
         bar.update(10)

@@ -16,8 +16,6 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
-import pyarrow as pa
-
 ORDINARY = "transformers.tokenization_utils"
 """Where a fast tokenizer's methods come from unless a class of its own changed them."""
 
@@ -57,6 +55,8 @@ def spelling(tokenizer: Any, silent: frozenset[int] = frozenset()) -> Spelling:
     table = [b"" if index in silent else piece for index, piece in enumerate(_bytes_of_ids(tokenizer))]
     if not table:
         return Spelling(encode, decode)
+
+    import pyarrow as pa  # here, because whoever only looks at a finished run comes by this module, too
 
     pieces = pa.array(table, pa.binary())
 
