@@ -55,10 +55,10 @@ POINTS = 0.02
 tokens on is too little to be compared by itself."""
 
 SETTINGS = (
-    "capture.limit=48",
+    "capture.limit=60",
     f"capture.held_out={HELD_OUT}",
     f"capture.max_tokens={MAX_TOKENS}",
-    "train.epochs=2",
+    "train.epochs=3",
     "train.evals=2",
     "export.engine=[llamacpp,vllm]",
     "export.dtype=float32",
