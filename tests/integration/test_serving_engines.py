@@ -44,7 +44,7 @@ from draftsmith.serve.process import running
 from draftsmith.target.loading import load_model
 from real_servers import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 DRAFT_TOKENS = 4
 MAX_TOKENS = 64
