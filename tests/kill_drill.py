@@ -39,8 +39,6 @@ REASONS = {
     "too_long": ("prompt_too_long",),
 }
 """How the error of a failed trace may begin, by what befell its last request."""
-JUST_COME = 2
-"""Replies that may have come in the milliseconds before a kill, their slots taken anew, and not be written yet."""
 PATIENCE_SECONDS = 60.0
 """Seconds a process may take to its first reply."""
 
@@ -93,7 +91,7 @@ def drill(
         _finish(command, folder / "log.txt")
         histories: dict[str, list[str]] = mock.stats()["questions"]
         _count_paid_twice(found, snapshots, histories)
-        if found.most_paid_twice > concurrency + JUST_COME:
+        if found.most_paid_twice > concurrency:
             found.faults.append(f"one kill cost {found.most_paid_twice} replies, {concurrency} were in flight")
         _compare(found, list(read_traces(folder / "run" / "traces", ALL)), histories, mock.config)
     _read_elsewhere(found, folder / "run" / "traces", folder / "cache")

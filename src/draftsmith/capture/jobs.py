@@ -78,8 +78,7 @@ class Capture:
         self.meter = Meter(tracker, note, before, folder=journal.path.parent, price_per_hour=settings.price_per_hour)
         self.warned = False
 
-    @property
-    def paused(self) -> str:
+    def look_at_room(self) -> str:
         """Why nothing may be asked now; empty while all is well.
 
         Raises:
@@ -94,7 +93,7 @@ class Capture:
         Raises:
             UserError: the journal cannot be written for good; the questions' source was changed meanwhile.
         """
-        if self.paused:
+        if self.look_at_room():
             return None
         while True:
             while conversation := self.ready.popleft() if self.ready else next(self.new, None):
@@ -110,7 +109,7 @@ class Capture:
     def exhausted(self) -> bool:
         """After `next_job` gave None: nothing is in flight, postponed or held back either, so nothing more can come."""
         ended = self.last_round or not self.postponed
-        return ended and not self.in_flight and not self.ready and not self.paused
+        return ended and not self.in_flight and not self.ready and not self.look_at_room()
 
     def finish(self, trace_id: str, outcome: Outcome) -> None:
         """Records what became of a job; one that the stopping run no longer sends leaves no record.

@@ -166,6 +166,11 @@ class Journal:
         return self.writer.fault
 
     @property
+    def unwritten(self) -> int:
+        """Replies that a kill of the process now would lose."""
+        return self.writer.records_taken - self.writer.records_written
+
+    @property
     def lost(self) -> int:
         """Replies that `close` could not write: they are asked again."""
         return self.writer.lost

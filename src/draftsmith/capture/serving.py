@@ -2,7 +2,9 @@
 
 One task per request, one wait for all of them: a task that ends puts itself into a queue, so a reply costs the same
 whether 10 or 1,000 are in flight. Replies are recorded in slices of a few milliseconds, so that a burst of them does
-not keep others from being sent. A signal first drains, then abandons; what is abandoned is asked by the next run.
+not keep others from being sent. A request counts against the level until its reply is with the operating system, so a
+kill never costs more generations than that. A signal first drains, then abandons; what is abandoned is asked by the
+next run.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from draftsmith.target.dialect import Asked
 from draftsmith.target.server import NotSentAgain, ServerTarget, deadline_for
 from draftsmith.target.wire import ChatFailed
 
-LOOK_SECONDS = 0.25
+LOOK_SECONDS, WRITING_SECONDS = 0.25, 0.002
 SLICE_SECONDS, SLICE_STARTS = 0.005, 32
 SPARE_FILES = 128
 """Open files beside the connections."""
@@ -124,7 +126,11 @@ class Drive:
         self.due = True
         """It is time to look."""
         self.timer: asyncio.TimerHandle | None = None
+        self.soon: asyncio.TimerHandle | None = None
+        """Ends the wait for replies to be written."""
         self.alarm: asyncio.TimerHandle | None = None
+        self.dry = False
+        """There was room, and nothing to ask."""
         self.draining = self.abandoned = False
         concurrency = capture.settings.concurrency
         self.auto: Concurrency | None = None
@@ -147,7 +153,7 @@ class Drive:
         try:
             await self._loop()
         finally:
-            for timer in filter(None, (self.timer, self.alarm)):
+            for timer in filter(None, (self.timer, self.soon, self.alarm)):
                 timer.cancel()
             for task in self.tasks:
                 task.cancel()
@@ -186,10 +192,12 @@ class Drive:
             started = self._start(time.monotonic() + SLICE_SECONDS)
             if started or self.ended:
                 await asyncio.sleep(0)
-            elif not self.tasks and (self.draining or self.capture.exhausted):
+            elif not self.tasks and (self.draining or (self.dry and self.capture.exhausted)):
                 return
             else:
                 self.wake.clear()
+                if self.soon is None and self.capture.journal.unwritten and not self.capture.look_at_room():
+                    self.soon = asyncio.get_running_loop().call_later(WRITING_SECONDS, self._written)
                 await self.wake.wait()
         self._finish(math.inf)
 
@@ -197,18 +205,31 @@ class Drive:
         self.due = True
         self.wake.set()
 
+    def _written(self) -> None:
+        self.soon = None
+        self.wake.set()
+
     def _start(self, until: float) -> int:
-        """Starts what there is room for; returns how many it started."""
-        for started in range(SLICE_STARTS):
-            if self.draining or len(self.tasks) >= self.level or time.monotonic() > until:
-                return started
+        """Starts what there is room for, one at least; returns how many it started."""
+        self.dry = False
+        started = 0
+        while started < SLICE_STARTS and not self.draining and self._at_risk < self.level:
             job = self.capture.next_job()
             if job is None:
-                return started
+                self.dry = True
+                break
             task = asyncio.create_task(self._ask(job))
             self.tasks.add(task)
             task.add_done_callback(self._over)
-        return SLICE_STARTS
+            started += 1
+            if time.monotonic() > until:
+                break
+        return started
+
+    @property
+    def _at_risk(self) -> int:
+        """Generations that a kill would cost: in flight, or come and not written yet."""
+        return len(self.tasks) + len(self.ended) + self.capture.journal.unwritten
 
     def _over(self, task: Ended) -> None:
         self.tasks.discard(task)
@@ -247,6 +268,7 @@ class Drive:
     def _look(self, now: float) -> None:
         """Several times a second: moves the level, and shows where the requests are."""
         target = self.target
+        self.capture.look_at_room()
         if self.auto is not None:
             move = self.auto.look(now, target.running, target.refused, target.queue, target.up)
             if move is not None:

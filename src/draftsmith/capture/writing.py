@@ -47,6 +47,8 @@ class Writer:
         """The disk is full now: nothing is written until there is room."""
         self.taken = self.written = 0
         """Bytes put here, and bytes that are with the operating system."""
+        self.records_taken = self.records_written = 0
+        """The same in records."""
         self.pieces: list[_Piece] = []
         """Not written yet."""
         self.unsynced: list[_Piece] = []
@@ -72,6 +74,7 @@ class Writer:
     def put(self, log: Log, offset: int, data: bytes) -> None:
         """Queues one record; never waits."""
         self.taken += len(data)
+        self.records_taken += 1
         self.queue.put(_Piece(log, offset, data))
 
     def flush(self) -> bool:
@@ -142,6 +145,7 @@ class Writer:
             data = b"".join([piece.data for piece in run])
             _write_all(self.file, data, run[0].offset)
             self.written += len(data)
+            self.records_written += count
             self.unsynced += run
             del self.pieces[:count]
 
@@ -163,6 +167,7 @@ class Writer:
                 os.fdatasync(self.file)
             except OSError:
                 self.written -= sum(len(piece.data) for piece in self.unsynced)
+                self.records_written -= len(self.unsynced)
                 self.pieces[:0] = self.unsynced
                 raise
             finally:

@@ -261,7 +261,7 @@ class Questions:
         self.meter = SimpleNamespace(
             load=self._load, done=0, tracker=SimpleNamespace(total=count), replies_per_second=0.0
         )
-        self.journal = SimpleNamespace(path=Path("run/journal"))
+        self.journal = SimpleNamespace(path=Path("run/journal"), unwritten=0)
         self.on_finish: Callable[[str], None] = lambda key: None
 
     def next_job(self) -> Any:
@@ -278,6 +278,9 @@ class Questions:
             template=template,
             render=list,
         )
+
+    def look_at_room(self) -> str:
+        return self.paused
 
     @property
     def exhausted(self) -> bool:
@@ -330,6 +333,25 @@ async def test_no_more_than_the_level_is_ever_in_flight() -> None:
     await drive(questions, target).run()
     assert target.most == 7
     assert len(questions.finished) == 501 and questions.finished[-1] == "end"
+
+
+async def test_a_reply_that_a_kill_would_lose_still_counts_against_the_level() -> None:
+    questions, target = Questions(60, 7), Target()
+    at_risk = []
+
+    def come(key: str) -> None:
+        questions.journal.unwritten += 1
+        at_risk.append(target.running + questions.journal.unwritten)
+        if questions.journal.unwritten == 7:
+            asyncio.get_running_loop().call_later(0.01, written)
+
+    def written() -> None:
+        questions.journal.unwritten = 0
+
+    questions.on_finish = come
+    await drive(questions, target).run()
+    assert max(at_risk) == 7
+    assert len(questions.finished) == 61
 
 
 async def test_a_pause_of_the_capture_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
