@@ -6,7 +6,7 @@ VLLM_VENV := .vllm-venv
 VLLM_PIP := $(VLLM_VENV)/bin/pip --disable-pip-version-check
 PIP := $(BIN)/pip --disable-pip-version-check
 
-.PHONY: demo serve-demo test test-all lint install install-test vllm clean
+.PHONY: demo serve-demo test lint install install-test vllm clean
 
 demo: install  ## the whole chain on the embedded model; ends with a result table and the report's path
 	$(BIN)/draftsmith demo --run runs/demo
@@ -20,11 +20,8 @@ serve-demo: demo vllm  ## vLLM on CPU with and without the demo's draft: accepta
 	    --set serving.engine=vllm --set serving.python=$(VLLM_VENV)/bin/python --set serving.dtype=float32 \
 	    --set serving.concurrency=[1,4,16] --set serving.limit=16 --set serving.extra=[--enforce-eager]
 
-test: install-test lint  ## every test but the long ones, with coverage of src/
-	$(BIN)/python -m pytest -m "not long" --cov=src --cov-report=term:skip-covered --cov-fail-under=85
-
-test-all: install-test lint  ## the long ones too: drafts trained, exported and served by real engines
-	$(BIN)/python -m pytest
+test: install-test lint  ## every test, with coverage of src/
+	$(BIN)/python -m pytest --cov=src --cov-report=term:skip-covered --cov-fail-under=85
 
 lint: install-test
 	$(BIN)/ruff format --check .

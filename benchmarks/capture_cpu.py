@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace, length: int) -> list[dict[str, Any]]:
     """The clients' figures for replies of `length` ids, taken in turns."""
     count = options.replies
     costs: dict[str, list[float]] = {client: [] for client in CLIENTS}
-    with MockEngine(MockConfig(tokenizer=options.tokenizer, length=length)) as target:
+    with MockEngine(MockConfig(tokenizer=options.tokenizer, length=length, thinking=True)) as target:
         for _ in range(options.rounds):
             for client in CLIENTS:
                 command = [sys.executable, __file__, "--run", client, target.url, options.tokenizer]

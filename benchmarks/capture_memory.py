@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both captures."""
     tokenizer = resolve_model("smollm2") if options.tokenizer == "smollm2" else options.tokenizer
     runs = []
-    with MockEngine(MockConfig(tokenizer=tokenizer, length=options.ids)) as target:
+    with MockEngine(MockConfig(tokenizer=tokenizer, length=options.ids, thinking=True)) as target:
         for replies in (FIRST, options.replies):
             command = [sys.executable, __file__, "--run", target.url, tokenizer, str(replies), str(options.concurrency)]
             runs.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))

@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One capture, and what its loop and the server saw."""
     cores = sorted(os.sched_getaffinity(0))
     tokenizer = resolve_model("smollm2") if options.tokenizer == "smollm2" else options.tokenizer
-    config = MockConfig(tokenizer=tokenizer, length=options.ids, latency=options.latency)
+    config = MockConfig(tokenizer=tokenizer, length=options.ids, latency=options.latency, thinking=True)
     with tempfile.TemporaryDirectory() as folder, MockEngine(config, cpus=set(cores[1:2])) as target:
         os.sched_setaffinity(0, cores[:1])
         progress = Ticking(Path(folder) / "events.jsonl")

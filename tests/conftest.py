@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from draftsmith.progress import Progress
+from killed_run import KilledRun, make_killed_run
 
 REPOSITORY = Path(__file__).parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
@@ -24,6 +26,13 @@ def smollm2() -> str:
     from draftsmith.target.embedded import resolve_model
 
     return resolve_model("smollm2")
+
+
+@pytest.fixture(scope="session")
+def killed_run(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
+    """A small run of the whole chain, served by llama.cpp in the end; made once, in minutes."""
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    return make_killed_run(tmp_path_factory.mktemp("killed") / "run")
 
 
 @pytest.fixture

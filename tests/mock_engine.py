@@ -290,7 +290,7 @@ class Connection(asyncio.Protocol):
         return 200, content[: len(content) // 2] if fault == "truncated_json" else content, said.count()
 
     def _reply(self, status: int, content: bytes, fault: str) -> None:
-        if fault in ("reset_in_body", "closed_in_body"):
+        if fault in ("reset_in_body", "closed_in_body") and not self.transport.is_closing():
             self.transport.write(_head(200, len(content), "application/json") + content[: len(content) // 2])
             # The half must be on its way before a reset throws the rest away.
             self.server.loop.call_later(0.01, self._break, fault == "reset_in_body")

@@ -1,7 +1,7 @@
 """A small draft of the embedded model, exported and served by real engines: do they compute what we computed?
 
-The run is made once, from the command line. Acceptance is compared as well, but it is the candidates that prove an
-export: with q and k in the wrong order, or layers off by one, acceptance stays where it is.
+The run is the one that was killed in every stage. Acceptance is compared as well, but it is the candidates that prove
+an export: with q and k in the wrong order, or layers off by one, acceptance stays where it is.
 """
 
 from __future__ import annotations
@@ -37,38 +37,18 @@ from draftsmith.measure.prompts import held_out_prompts
 from draftsmith.measure.served import measure_served
 from draftsmith.progress import Progress
 from draftsmith.recipe import ExportSettings, MeasureSettings, ServedSettings, ServeSettings
-from draftsmith.recipes import recipe_path
 from draftsmith.serve.commands import Launch, launch_of
 from draftsmith.serve.llamacpp import SHOWS_CANDIDATES
 from draftsmith.serve.process import running
 from draftsmith.target.loading import load_model
+from killed_run import DRAFT_TOKENS, HELD_OUT, MAX_TOKENS, MEASURED, KilledRun
 from real_servers import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.slow
 
-DRAFT_TOKENS = 4
-MAX_TOKENS = 64
-HELD_OUT = 0.3
-MEASURED = 12
 POINTS = 0.02
 """How far acceptance at a position may be from the reference decoder's, as shares of all drafts: what is accepted four
 tokens on is too little to be compared by itself."""
-
-SETTINGS = (
-    "capture.limit=60",
-    f"capture.held_out={HELD_OUT}",
-    f"capture.max_tokens={MAX_TOKENS}",
-    "train.epochs=3",
-    "train.evals=2",
-    "export.engine=[llamacpp,vllm]",
-    "export.dtype=float32",
-    "export.target_gguf=float32",
-    f"measure.limit={MEASURED}",
-    f"measure.draft_tokens={DRAFT_TOKENS}",
-    "measure.rounds=1",
-    "measure.timing_questions=1",
-    "serving.rounds=1",
-)
 
 
 @dataclass(frozen=True)
@@ -82,13 +62,10 @@ class Small:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> Small:
+def small(killed_run: KilledRun) -> Small:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed (extra llamacpp)")
-    run = tmp_path_factory.mktemp("serving") / "run"
-    settings = [part for setting in SETTINGS for part in ("--set", setting)]
-    command = [sys.executable, "-m", "draftsmith", "run", str(recipe_path("smollm2")), "--run", str(run), *settings]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
+    run = killed_run.folder
+    assert killed_run.ended.returncode == 0, killed_run.ended.stderr
     rows = [json.loads(line) for line in (run / "measure" / "questions.jsonl").read_text().splitlines()]
     found = held_out_prompts(run / "traces", HELD_OUT, MEASURED)
     cycles = [Cycle(**cycle) for row in rows for cycle in row["cycles"]]

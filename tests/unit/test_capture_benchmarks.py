@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from mock_engine import MockConfig, MockEngine
-from toy_chat import save_toy_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -23,13 +22,8 @@ import capture_parallel
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_toy_tokenizer(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
-def target(toy: str) -> Iterator[MockEngine]:
-    with MockEngine(MockConfig(tokenizer=toy, length=40)) as engine:
+def target(smollm2: str) -> Iterator[MockEngine]:
+    with MockEngine(MockConfig(tokenizer=smollm2, length=40, thinking=True)) as engine:
         yield engine
 
 
@@ -48,9 +42,9 @@ def test_memory_is_read_while_replies_come(target: MockEngine, monkeypatch: Any)
     assert 0 < figures["resident_mib"][10] <= figures["most_mib"]
 
 
-def test_parallel_requests_are_all_in_flight_at_once(toy: str) -> None:
+def test_parallel_requests_are_all_in_flight_at_once(smollm2: str) -> None:
     cores = os.sched_getaffinity(0)
-    options = argparse.Namespace(tokenizer=toy, ids=20, requests=60, concurrency=30, latency=0.5)
+    options = argparse.Namespace(tokenizer=smollm2, ids=20, requests=60, concurrency=30, latency=0.5)
     figures = capture_parallel.measure(options)
     assert figures["most_in_flight"] == 30
     assert 0 < figures["req_s"] <= figures["ideal_req_s"]

@@ -1,4 +1,4 @@
-"""The links inside a running engine: its hidden states, and what it accepts, alone and with several requests at a time.
+"""The links inside a running engine: what it accepts, alone and with several requests at a time; its hidden states.
 
 The same prompts go to the server as ids, greedily. What it says is put before our own target, so that an engine that
 says other words (quantised, another model) is told from one that drafts worse behind the same words. Costs two passes
@@ -8,20 +8,15 @@ of the prompts through the server, one after another and four at a time.
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import torch
-from safetensors.torch import load_file
 
 from draftsmith.draft.eagle3 import Eagle3Draft
 from draftsmith.measure.acceptance import BROKEN_LENGTH
 from draftsmith.measure.counters import CountedEngine
+from draftsmith.measure.engine_states import states_link
 from draftsmith.measure.export_link import Exported
 from draftsmith.measure.links import Link, Suspect, measured, skipped
 from draftsmith.measure.load import Load, Server, run_load
@@ -38,9 +33,6 @@ TOGETHER = 4
 """Requests at a time in the second pass: enough for a batch, few enough for any server."""
 OWN_WORDS = 0.95
 """Our float32 target says at least this share of what a bf16 engine with the same weights says."""
-SAME_STATES = 0.05
-"""Relative distance of an engine's hidden states from ours; bf16 stays below."""
-SECONDS = 60.0
 API_KEY = "OPENAI_API_KEY"
 """Environment variable, as everywhere."""
 
@@ -71,7 +63,7 @@ def engine_links(
         return [skipped(name, "no --server given") for name in ("engine states", "engine")]
     say(f"{settings.server}: {len(replies)} prompts, one after another and {TOGETHER} at a time")
     served = asyncio.run(_asked(scene, settings, replies))
-    states = _states(scene, served.server, replies[0], export)
+    states = states_link(scene, served.server, replies[0], export)
     if not _drafted(served.alone) and states.value is not None:
         return [states, skipped("engine", "this server hands out hidden states and does not draft")]
     return [states, _counted(scene, served, draft, export, replies)]
@@ -221,79 +213,6 @@ def _steps(reply: Streamed, server: Server, k: int) -> int | None:
 
 def _drafted(load: Load) -> bool:
     return load.counted.drafts > 0 or any(reply.verified for reply in load.replies)
-
-
-def _states(scene: Scene, server: Server, reply: Alive, export: Exported | None) -> Link:
-    """vLLM's hidden states of one prompt beside ours, layer by layer, where the server was started to hand them out."""
-    if server.engine != "vllm":
-        return skipped("engine states", f"{server.engine} hands out no hidden states")
-    path = _states_file(server, reply)
-    if path is None:
-        return skipped("engine states", "this vLLM was not started with a hidden-states connector")
-    tensors = load_file(path)
-    count, wanted = len(tensors["token_ids"]), export.view.layers if export else scene.store.target["layers"]
-    theirs = tensors["hidden_states"][:count].float()  # [tokens, layers, H]
-    ids = Alive(reply.key, tuple(tensors["token_ids"].tolist()[:-1]), tuple(tensors["token_ids"].tolist()[-1:]))
-    scene.look([ids], range(scene.depth))
-    columns = [_nearest(theirs[:-1, column], ids, scene.depth) for column in range(theirs.shape[1])]
-    said = ", ".join(f"output of layer {layer} ({distance:.1%} off)" for layer, distance in columns)
-    taken, worst = [layer for layer, _ in columns], max(distance for _, distance in columns)
-    found = []
-    if worst > SAME_STATES:
-        found.append(
-            Suspect(
-                name="quantised or other target",
-                link="engine states",
-                found=f"the engine's states are nearest to {said}",
-                change="serve the target that the draft was trained on, at its own precision",
-                restored=1.0,
-                certain=True,
-            )
-        )
-    elif not {*wanted} <= {*taken} and len(taken) >= len(wanted):
-        found.append(
-            Suspect(
-                name="layer ids",
-                link="engine states",
-                found=f"the engine hands out {said}; the draft reads outputs of {list(wanted)}",
-                change="give the engine the draft's own layer ids",
-                restored=1.0,
-                certain=True,
-            )
-        )
-    return Link(
-        name="engine states",
-        value=round(1 - worst, 4),
-        questions=1,
-        noise=None,
-        loss=None,
-        note=f"nearest to {said}",
-        suspects=tuple(found),
-    )
-
-
-def _nearest(states: torch.Tensor, ours: Alive, depth: int) -> tuple[int, float]:
-    """Our layer that is nearest to an engine's states [tokens, H], and its relative distance."""
-    distances = []
-    for layer in range(depth):
-        own = ours.states[layer].cpu()[: len(states)]
-        distances.append(float((states - own).norm() / own.norm()))
-    best = int(np.argmin(distances))
-    return best, distances[best]
-
-
-def _states_file(server: Server, reply: Alive) -> Path | None:
-    body = {"model": server.model, "prompt": list(reply.prompt), "max_tokens": 1, "temperature": 0.0}
-    request = urllib.request.Request(
-        server.endpoint.at("/completions"), json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-            found = json.load(answer).get("kv_transfer_params") or {}
-    except (urllib.error.URLError, TimeoutError, ValueError):
-        return None
-    path = found.get("hidden_states_path")
-    return Path(path) if path and Path(path).is_file() else None
 
 
 HINTS: dict[CountedEngine, str] = {
