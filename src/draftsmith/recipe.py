@@ -377,6 +377,10 @@ class ServeSettings(Settings):
 
     engine: Annotated[Engine | None, Field(description="Exported format to serve; default: what was exported.")] = None
     baseline: Annotated[bool, Field(description="Without the draft.")] = False
+    hidden_states: Annotated[
+        str | None,
+        Field(description="Folder for vLLM to write the states that the draft reads to, for `diagnose`; no draft."),
+    ] = None
     host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535, description="Port to listen on.")] = 8000
     draft_tokens: Annotated[

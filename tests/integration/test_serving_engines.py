@@ -33,10 +33,11 @@ from draftsmith.measure.acceptance import Cycle, acceptance, unconditional
 from draftsmith.measure.candidates import Alike, alike, ask, read_drafted, reference_chains
 from draftsmith.measure.counters import difference, read_counters
 from draftsmith.measure.decode import Verifier
+from draftsmith.measure.diagnose import diagnose
 from draftsmith.measure.prompts import held_out_prompts
 from draftsmith.measure.served import measure_served
 from draftsmith.progress import Progress
-from draftsmith.recipe import ExportSettings, MeasureSettings, ServedSettings, ServeSettings
+from draftsmith.recipe import DiagnoseSettings, ExportSettings, MeasureSettings, ServedSettings, ServeSettings
 from draftsmith.serve.commands import Launch, launch_of
 from draftsmith.serve.llamacpp import SHOWS_CANDIDATES
 from draftsmith.serve.process import running
@@ -281,6 +282,32 @@ def test_serve_runs_vllm_with_the_draft(small: Small, vllm_python: str, monkeypa
         assert float(drafts[0].rpartition(" ")[2]) > 0
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
+
+
+@pytest.mark.vllm
+def test_diagnose_finds_our_own_states_in_vllm(
+    small: Small, vllm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    settings = ServeSettings(
+        hidden_states=str(tmp_path / "states"), python=vllm_python, port=free_port(), context=1024, dtype="float32"
+    )
+    launch = launch_of(small.run, settings, ("--enforce-eager", "--max-num-seqs", "4"))
+    connector = json.loads(launch.states[-1]) | {"kv_connector": "CpuHiddenStates"}
+    connector["kv_connector_module_path"] = "cpu_hidden_states"
+    launch = replace(launch, states=(*launch.states[:-1], json.dumps(connector)))
+    with running(launch, tmp_path / "vllm.log", Progress(quiet=True), 300):
+        asked = DiagnoseSettings(server=launch.url, engine="vllm", limit=8, draft_tokens=DRAFT_TOKENS)
+        found = diagnose(small.run, asked, Progress(quiet=True))
+    links = {link.name: link for link in found.links}
+    states = links["engine states"]
+    print(states)
+    assert states.value is not None and states.value > 0.999
+    assert states.suspects == ()
+    layers = json.loads((small.run / "hidden" / "target.json").read_text())["layers"]
+    assert all(f"output of layer {layer} (" in states.note for layer in layers)
+    assert links["engine"].note == "this server hands out hidden states and does not draft"
 
 
 def _served_name(port: int) -> str:

@@ -33,6 +33,24 @@ def draft_flags(engine: Engine, folder: str, tokens: int) -> list[str]:
     return ["--speculative-config", json.dumps(method)]
 
 
+def states_flags(folder: str, layers: list[int]) -> list[str]:
+    """The flags that make vLLM write the target's states of every request into `folder`, instead of drafting.
+
+    `layers` are ids as vLLM counts them (vllm/transformers_utils/configs/extract_hidden_states.py).
+    """
+    extract = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
+    }
+    connector = {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": folder},
+    }
+    return ["--speculative-config", json.dumps(extract), "--kv-transfer-config", json.dumps(connector)]
+
+
 def engine_words(engine: Engine, target: str) -> list[str]:
     """The start of the line on a machine where the engine is installed."""
     if engine == "llamacpp":

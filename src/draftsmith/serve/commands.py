@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from draftsmith.artifacts import MANIFEST, manifest, read_json
 from draftsmith.errors import UserError
-from draftsmith.export.launching import DRAFT_TOKENS, GGUF_DRAFT, GGUF_TARGET, draft_flags, engine_words
+from draftsmith.export.launching import DRAFT_TOKENS, GGUF_DRAFT, GGUF_TARGET, draft_flags, engine_words, states_flags
 from draftsmith.recipe import Engine, ServeSettings
 
 VLLM_PYTHON = "DRAFTSMITH_VLLM_PYTHON"
@@ -49,6 +49,8 @@ class Launch:
     host: str
     port: int
     python: str
+    states: tuple[str, ...] = ()
+    """Arguments that make it hand out hidden states."""
     extra: tuple[str, ...] = ()
     """Further arguments, as the engine knows them."""
 
@@ -69,11 +71,11 @@ def launch_of(
 
     Raises:
         UserError: nothing exported, not in the engine asked for, no GGUF file of the target, or a context that the
-            draft was not made for.
+            draft was not made for; hidden states of another engine than vLLM.
     """
     engine = _engine(run, settings)
     target = read_json(run / "hidden" / "target.json")
-    folder = None if settings.baseline else _exported(run, engine)
+    folder = None if settings.baseline or settings.hidden_states else _exported(run, engine)
     return Launch(
         engine=engine,
         target=settings.target or _target(run, engine, target["name"]),
@@ -85,6 +87,7 @@ def launch_of(
         host=settings.host,
         port=settings.port,
         python=settings.python or _python(engine, environment),
+        states=_states(run, engine, settings.hidden_states) if settings.hidden_states else (),
         extra=tuple(extra),
     )
 
@@ -112,7 +115,7 @@ def elsewhere(launch: Launch) -> str:
 
 def _flags(launch: Launch) -> list[str]:
     """Everything after the target, in the engine's own words."""
-    words = draft_flags(launch.engine, launch.draft, launch.draft_tokens) if launch.draft else []
+    words = draft_flags(launch.engine, launch.draft, launch.draft_tokens) if launch.draft else [*launch.states]
     if launch.engine == "llamacpp":
         slots = launch.parallel or LLAMACPP_SLOTS
         sizes = ["--ctx-size", str((launch.context or LLAMACPP_CONTEXT) * slots), "--parallel", str(slots)]
@@ -132,6 +135,12 @@ def _address(launch: Launch) -> list[str]:
 
 
 def _engine(run: Path, settings: ServeSettings) -> Engine:
+    if settings.hidden_states:
+        if settings.engine not in (None, "vllm"):
+            raise UserError(
+                f"--hidden-states: expected --engine vllm, found {settings.engine}; only vLLM hands them out"
+            )
+        return "vllm"
     if settings.engine is not None:
         return settings.engine
     there = [engine for engine in PREFERRED if (run / "export" / engine).is_dir()]
@@ -149,6 +158,11 @@ def _exported(run: Path, engine: Engine) -> str:
     if not folder.is_dir():
         raise UserError(f"{folder}: not exported; `draftsmith export --run {run} --engine {engine}` does it")
     return str(folder)
+
+
+def _states(run: Path, engine: Engine, folder: str) -> tuple[str, ...]:
+    layers = read_json(Path(_exported(run, engine)) / "config.json")["eagle_aux_hidden_state_layer_ids"]
+    return tuple(states_flags(str(Path(folder).absolute()), layers))
 
 
 def _target(run: Path, engine: Engine, name: str) -> str:

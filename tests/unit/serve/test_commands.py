@@ -52,6 +52,18 @@ def test_vllm_is_told_the_method_the_draft_and_the_tokens(tmp_path: Path) -> Non
     assert "--max-num-seqs" not in found
 
 
+def test_vllm_that_hands_out_hidden_states_takes_the_draft_s_layers_and_no_draft(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "llamacpp", "vllm")
+    write_json(run / "export" / "vllm" / "config.json", {"eagle_aux_hidden_state_layer_ids": [2, 15, 27]})
+    found = words(run, hidden_states=str(tmp_path / "states"))
+    extract = json.loads(after(found, "--speculative-config"))
+    assert (extract["method"], extract["num_speculative_tokens"]) == ("extract_hidden_states", 1)
+    assert extract["draft_model_config"]["hf_config"] == {"eagle_aux_hidden_state_layer_ids": [2, 15, 27]}
+    connector = json.loads(after(found, "--kv-transfer-config"))
+    assert connector["kv_connector_extra_config"] == {"shared_storage_path": str(tmp_path / "states")}
+    assert found.count("--speculative-config") == 1
+
+
 # P40
 def test_sglang_is_told_the_algorithm_and_one_token_more(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "sglang")
@@ -130,6 +142,12 @@ def test_the_interpreter_of_vllms_environment_is_taken_from_the_environment(tmp_
     [
         ((), {}, "nothing is exported yet; `draftsmith export --run"),
         (("vllm",), {"engine": "sglang"}, "sglang: not exported; `draftsmith export --run .* --engine sglang`"),
+        (
+            ("llamacpp",),
+            {"hidden_states": "s", "engine": "llamacpp"},
+            "--hidden-states: expected --engine vllm, found lla",
+        ),
+        (("llamacpp",), {"hidden_states": "s"}, "vllm: not exported"),
         (("vllm",), {"context": 5000}, "--context 5000: target and draft were made for 4096 ids at most"),
     ],
 )
