@@ -16,6 +16,10 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
+from draftsmith.target.windows import Decoded, Joined, Windows
+
 ORDINARY = "transformers.tokenization_utils"
 """Where a fast tokenizer's methods come from unless a class of its own changed them."""
 
@@ -27,6 +31,8 @@ class Spelling:
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     """Of ids that are not negative; those beyond the vocabulary have no text."""
+    search: Callable[[Sequence[int]], Windows]
+    """Makes ids ready to be searched for texts."""
 
 
 @lru_cache(maxsize=8)
@@ -39,7 +45,7 @@ def spelling(tokenizer: Any, silent: frozenset[int] = frozenset()) -> Spelling:
             text: str = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             return text
 
-        return Spelling(lambda text: tokenizer.encode(text, add_special_tokens=False), decode_slowly)
+        return _searched(lambda text: tokenizer.encode(text, add_special_tokens=False), decode_slowly)
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()  # as transformers does before each call
     backend.no_padding()
@@ -54,22 +60,39 @@ def spelling(tokenizer: Any, silent: frozenset[int] = frozenset()) -> Spelling:
 
     table = [b"" if index in silent else piece for index, piece in enumerate(_bytes_of_ids(tokenizer))]
     if not table:
-        return Spelling(encode, decode)
+        return _searched(encode, decode)
 
     import pyarrow as pa  # here, because whoever only looks at a finished run comes by this module, too
 
     pieces = pa.array(table, pa.binary())
 
+    def taken(ids: Sequence[int]) -> list[pa.Buffer]:
+        """Nothing, the ends of the ids' bytes, and the bytes."""
+        places = pa.Array.from_buffers(pa.int32(), len(ids), [None, pa.py_buffer(compact(ids))])
+        return pieces.take(places).buffers()  # type: ignore[no-any-return]
+
     def join(ids: Sequence[int]) -> str:
         if not len(ids):
             return ""
         try:
-            places = pa.Array.from_buffers(pa.int32(), len(ids), [None, pa.py_buffer(compact(ids))])
-            return str(pieces.take(places).buffers()[2], "utf-8", "replace")
+            return str(taken(ids)[2], "utf-8", "replace")
         except (IndexError, struct.error):  # beyond the vocabulary
             return decode(ids)
 
-    return Spelling(encode, join)
+    def search(ids: Sequence[int]) -> Windows:
+        if not len(ids):
+            return Joined(b"", np.zeros(1, np.int32))
+        try:
+            _, ends, content = taken(ids)
+        except (IndexError, struct.error):
+            return Decoded(ids, decode)
+        return Joined(content.to_pybytes(), np.frombuffer(ends, np.int32, len(ids) + 1))
+
+    return Spelling(encode, join, search)
+
+
+def _searched(encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]) -> Spelling:
+    return Spelling(encode, decode, lambda ids: Decoded(ids, decode))
 
 
 def compact(ids: Sequence[int]) -> array[int]:

@@ -16,6 +16,7 @@ from typing import Any
 from draftsmith.artifacts import fingerprint
 from draftsmith.errors import UserError
 from draftsmith.target.spelling import spelling
+from draftsmith.target.windows import Windows
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt", "spiece.model")
 RESERVED_OPTIONS = frozenset(
@@ -92,6 +93,10 @@ class Template:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens and spacing as they are."""
         return spelling(self.tokenizer).decode(ids)
+
+    def windows(self, ids: Sequence[int]) -> Windows:
+        """The ids, ready to be searched for texts."""
+        return spelling(self.tokenizer).search(ids)
 
     def readable(self, ids: Sequence[int]) -> str:
         """The text of ids for people: stop ids left out, stripped."""

@@ -1,24 +1,22 @@
 """Think delimiters per model family, and the split of a reply's ids into reasoning and answer.
 
 The split reads ids alone: which field a server's parser put the text in plays no part. A delimiter that is one entry of
-the vocabulary is found by its id. One that is several ids can tokenise differently beside different neighbours (`>`
-may merge with a newline), so it is found as the smallest run of ids whose decoded text holds it: an id that straddles
-the delimiter's edge belongs to the delimiter. That costs about 2 log2(n) decodes per delimiter, no assumption about
-the tokenizer, and works for non-ASCII delimiters too.
+the vocabulary is found by its id. One that is several ids is found as the smallest run of ids whose decoded text holds
+it (see `windows`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from draftsmith.errors import UserError
 from draftsmith.recipe import Family
 from draftsmith.target.template import Template, TemplateRefusal
+from draftsmith.target.windows import Windows
 from draftsmith.trace import Span
 
 THINK = ("<think>", "</think>")
@@ -34,8 +32,6 @@ ENDED = frozenset({"stop", "tool_calls"})
 """Finish reasons of a reply that the target itself ended. Any other (length, abort, a filter's) means it was cut."""
 TAIL = 64
 """Ids at the prompt's end that are decoded to see which delimiter it ends in."""
-STRIDE = 512
-"""Ids that are decoded at once in search of a delimiter's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +144,14 @@ def split(
     if delimiters.family == "gpt-oss":
         return _split_channels(template, prompt_ids, generated_ids, finish_reason)
     opened = opened_by_prompt(delimiters, template, prompt_ids)
-    opening = _find(template, generated_ids, 0, delimiters.open_ids, delimiters.open_text)
-    closing = _find(template, generated_ids, 0, delimiters.close_ids, delimiters.close_text)
+    find = _finder(template, generated_ids)
+    opening = find(delimiters.open_ids, delimiters.open_text, 0)
+    closing = find(delimiters.close_ids, delimiters.close_text, 0)
     leads = opening is not None and not template.decode(generated_ids[: opening[0]]).strip()
     start = 0
     if opening is not None and (leads or not opened) and not (closing and closing[0] < opening[0]):
         start = opening[1]
-        closing = _find(template, generated_ids, start, delimiters.close_ids, delimiters.close_text)
+        closing = find(delimiters.close_ids, delimiters.close_text, start)
         named_only = closing is None and not leads and not _single(delimiters.open_ids)
         if named_only:  # the answer mentions the delimiter's text
             return whole
@@ -213,7 +210,7 @@ def _ways(template: Template, text: str) -> tuple[tuple[int, ...], ...]:
     for before in ("", "\n", " ", ".", "a"):
         for after in ("", "\n", "\n\n", " ", "A"):
             ids = template.encode(before + text + after)
-            window = _text_window(template, ids, 0, text)
+            window = template.windows(ids).first(text, 0)
             if window is not None:
                 ways.append(tuple(ids[slice(*window)]))
     if not ways:
@@ -274,33 +271,22 @@ def _split_channels(
     return Split(None, (0, len(generated_ids)), _answer_state(finish_reason), opened)
 
 
-def _find(
-    template: Template, ids: Sequence[int], start: int, ways: tuple[tuple[int, ...], ...], text: str
-) -> Span | None:
-    """The first delimiter at or after `start`, as a span over `ids`."""
-    if not _single(ways):
-        return _text_window(template, ids, start, text)
-    try:
-        found = ids.index(ways[0][0], start)
-    except ValueError:
-        return None
-    return found, found + 1
+def _finder(template: Template, ids: Sequence[int]) -> Callable[[tuple[tuple[int, ...], ...], str, int], Span | None]:
+    """Finds the first delimiter at or after an id, as a span over `ids`; they are decoded once, and only for text."""
+    windows: Windows | None = None
 
+    def find(ways: tuple[tuple[int, ...], ...], text: str, start: int) -> Span | None:
+        nonlocal windows
+        if _single(ways):
+            try:
+                found = ids.index(ways[0][0], start)
+            except ValueError:
+                return None
+            return found, found + 1
+        windows = windows or template.windows(ids)
+        return windows.first(text, start)
 
-def _text_window(template: Template, ids: Sequence[int], start: int, text: str) -> Span | None:
-    """The smallest run of ids at or after `start` whose decoded text holds the first `text`."""
-    overlap = TAIL + len(text.encode())
-    for first in range(start, len(ids), STRIDE):
-        end, start = min(first + STRIDE, len(ids)), max(start, first - overlap)
-        if text in template.decode(ids[start:end]):
-            break
-    else:
-        return None
-    lengths = range(start, end + 1)
-    stop = lengths[bisect_left(lengths, True, key=lambda i: text in template.decode(ids[start:i]))]
-    starts = range(start, stop)
-    late = bisect_left(starts, True, key=lambda i: text not in template.decode(ids[i:stop]))
-    return starts[late - 1], stop
+    return find
 
 
 def _ends_in(template: Template, prompt_ids: Sequence[int], ways: tuple[tuple[int, ...], ...], text: str) -> bool:

@@ -9,7 +9,6 @@ import pytest
 from draftsmith.errors import UserError
 from draftsmith.target.template import Template, load_template
 from draftsmith.target.thinking import (
-    STRIDE,
     TAIL,
     Split,
     delimiters_from_json,
@@ -19,6 +18,7 @@ from draftsmith.target.thinking import (
     split,
     text_of,
 )
+from draftsmith.target.windows import STRIDE
 
 THINK = ("<think>", "</think>")
 HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
