@@ -3,8 +3,8 @@
 Captured and imported folders are written here alike. A part appears under its name whole or not at all. Parts without
 a journal are complete; while the journal is there, parts that were sealed from just what it holds are taken over, so a
 crash in sealing costs one part. The counts are read back from the files: what is on disk is what is reported. Sealing
-a capture holds some blocks of records in memory (`gathering`), writing imported traces one part's, counting one part's
-ids.
+a capture holds some blocks of records in memory (`gathering`), writing imported traces one part's, counting one row
+group's ids.
 """
 
 from __future__ import annotations
@@ -133,18 +133,18 @@ def summary(parts: Sequence[Path]) -> dict[str, Any]:
     sources: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
-    for part in parts:
-        table = pq.read_table(part, columns=COLUMNS)
+    for table in _row_groups(parts):
         keys.append(pc.unique(table["question_key"]))
         states.update(_counts(table["state"]))
         for error, count in _counts(table["error"]).items():
             if error:
                 reasons[reason_class(error)] += count
-        good = table.filter(pc.is_in(table["state"], value_set=pa.array(sorted(TRAINABLE))))
-        sources.update(_counts(good["ids_source"]))
-        tokens["with_reasoning"] += good.num_rows - good["reasoning_span"].null_count
+        good = pc.is_in(table["state"], value_set=pa.array(sorted(TRAINABLE)))
+        sources.update(_counts(table["ids_source"].filter(good)))
+        tokens["with_reasoning"] += pc.sum(pc.and_(good, pc.is_valid(table["reasoning_span"]))).as_py() or 0
         for name in ("prompt", "generated"):
-            tokens[f"{name}_tokens"] += pc.sum(pc.list_value_length(good[f"{name}_ids"])).as_py() or 0
+            lengths = pc.list_value_length(table[f"{name}_ids"]).filter(good)
+            tokens[f"{name}_tokens"] += pc.sum(lengths).as_py() or 0
     return {
         "questions": pc.count_distinct(pa.chunked_array(keys, pa.string())).as_py(),
         "traces": states.total(),
@@ -153,6 +153,14 @@ def summary(parts: Sequence[Path]) -> dict[str, Any]:
         "ids_source": dict(sources),
         "reasons": dict(reasons.most_common(TOP_REASONS)),
     }
+
+
+def _row_groups(parts: Sequence[Path]) -> Iterator[pa.Table]:
+    """What is counted, a few MB at a time as they were written."""
+    for part in parts:
+        with pq.ParquetFile(part) as file:
+            for number in range(file.num_row_groups):
+                yield file.read_row_group(number, columns=COLUMNS)
 
 
 def reason_class(error: str) -> str:
