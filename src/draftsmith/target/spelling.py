@@ -16,8 +16,6 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
 from draftsmith.target.windows import Decoded, Joined, Windows
 
 ORDINARY = "transformers.tokenization_utils"
@@ -81,12 +79,12 @@ def spelling(tokenizer: Any, silent: frozenset[int] = frozenset()) -> Spelling:
 
     def search(ids: Sequence[int]) -> Windows:
         if not len(ids):
-            return Joined(b"", np.zeros(1, np.int32))
+            return Joined(b"", (0,))
         try:
             _, ends, content = taken(ids)
         except (IndexError, struct.error):
             return Decoded(ids, decode)
-        return Joined(content.to_pybytes(), np.frombuffer(ends, np.int32, len(ids) + 1))
+        return Joined(content.to_pybytes(), memoryview(ends).cast("B").cast("i")[: len(ids) + 1])
 
     return Spelling(encode, join, search)
 

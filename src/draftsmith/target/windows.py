@@ -7,15 +7,13 @@ off the joined bytes; else it takes about 2 log2(n) decodes, and no assumption a
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from draftsmith.trace import Span
-
+Span = tuple[int, int]
+"""Half-open, over the ids."""
 STRIDE = 512
 """Ids that are decoded at once in search of a text."""
 MARGIN = 64
@@ -31,10 +29,10 @@ class Windows(Protocol):
 
 @dataclass(frozen=True)
 class Joined:
-    """Ids that decode to the bytes between one end (int32 [n+1]) and the next."""
+    """Ids that decode to the bytes between one end and the next; there is one end more than ids, the first is 0."""
 
     content: bytes
-    ends: np.ndarray
+    ends: Sequence[int]
 
     def first(self, text: str, start: int) -> Span | None:
         """As in `Windows`."""
@@ -42,8 +40,7 @@ class Joined:
         at = self.content.find(sought, self.ends[start])
         if at < 0:
             return None
-        before = int(np.searchsorted(self.ends, at, "right")) - 1
-        return before, int(np.searchsorted(self.ends, at + len(sought), "left"))
+        return bisect_right(self.ends, at) - 1, bisect_left(self.ends, at + len(sought))
 
 
 @dataclass(frozen=True)
