@@ -59,7 +59,7 @@ class Small:
     run: Path
     prompts: dict[str, list[int]]
     replies: dict[str, list[int]]
-    cycles: list[Cycle]
+    cycles: dict[str, list[Cycle]]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def small(killed_run: KilledRun) -> Small:
     assert killed_run.ended.returncode == 0, killed_run.ended.stderr
     rows = [json.loads(line) for line in (run / "measure" / "questions.jsonl").read_text().splitlines()]
     found = held_out_prompts(run / "traces", HELD_OUT, MEASURED)
-    cycles = [Cycle(**cycle) for row in rows for cycle in row["cycles"]]
+    cycles = {row["key"]: [Cycle(**cycle) for cycle in row["cycles"]] for row in rows}
     return Small(run, {p.key: list(p.ids) for p in found.prompts}, {row["key"]: row["ids"] for row in rows}, cycles)
 
 
@@ -139,10 +139,11 @@ def test_llamacpp_drafts_what_we_would_have_drafted(small: Small, reference: Ref
 
 
 def test_its_replies_and_acceptance_are_those_of_the_reference_decoder(small: Small, tmp_path: Path) -> None:
-    replies, rates = served(llama(small, "--exact"), tmp_path / "server.log", list(small.prompts.values()))
-    expected = acceptance(small.cycles, DRAFT_TOKENS).per_position
+    some = dict(list(small.prompts.items())[:6])
+    replies, rates = served(llama(small, "--exact"), tmp_path / "server.log", list(some.values()))
+    expected = acceptance([cycle for key in some for cycle in small.cycles[key]], DRAFT_TOKENS).per_position
     print(rates, expected)
-    for key, reply in zip(small.prompts, replies, strict=True):
+    for key, reply in zip(some, replies, strict=True):
         assert reply["tokens"] == small.replies[key]
         assert reply["timings"]["draft_n"] >= reply["timings"]["draft_n_accepted"]
     assert rates == pytest.approx(unconditional(expected), abs=POINTS)
@@ -234,18 +235,16 @@ def test_a_served_measurement_on_llamacpp_is_lossless_and_accepts_what_the_refer
         ("--threads", "1", "--exact"),
     )
     drafting = llama(small, "--exact", parallel=2)
-    settings = MeasureSettings(limit=4, rounds=1, max_tokens=MAX_TOKENS, draft_tokens=DRAFT_TOKENS)
+    settings = MeasureSettings(limit=3, rounds=1, max_tokens=MAX_TOKENS, draft_tokens=DRAFT_TOKENS)
     with (
         running(drafting, tmp_path / "draft.log", Progress(quiet=True), 120),
         running(plain, tmp_path / "plain.log", Progress(quiet=True), 120),
     ):
         asked = ServedSettings(server=drafting.url, baseline_server=plain.url, concurrency=[1, 2])
         result = measure_served(small.run, settings, asked, Progress(quiet=True))
-    keys = [prompt.key for prompt in held_out_prompts(small.run / "traces", HELD_OUT, 4).prompts]
-    rows = [json.loads(line) for line in (small.run / "measure" / "questions.jsonl").read_text().splitlines()]
-    cycles = [Cycle(**cycle) for row in rows if row["key"] in keys for cycle in row["cycles"]]
-    expected = acceptance(cycles, DRAFT_TOKENS)
-    assert (result["lossless"], result["compared"], result["draft_tokens"]) == (True, 8, DRAFT_TOKENS)
+    keys = [prompt.key for prompt in held_out_prompts(small.run / "traces", HELD_OUT, 3).prompts]
+    expected = acceptance([cycle for key in keys for cycle in small.cycles[key]], DRAFT_TOKENS)
+    assert (result["lossless"], result["compared"], result["draft_tokens"]) == (True, 6, DRAFT_TOKENS)
     for level in result["levels"]:
         assert level["acceptance_from"] == "steps" and level["speedup"] > 0 and not level["disturbed"]
         assert level["acceptance_length"] == pytest.approx(expected.length, abs=POINTS)
@@ -298,7 +297,7 @@ def test_diagnose_finds_our_own_states_in_vllm(
     connector["kv_connector_module_path"] = "cpu_hidden_states"
     launch = replace(launch, states=(*launch.states[:-1], json.dumps(connector)))
     with running(launch, tmp_path / "vllm.log", Progress(quiet=True), 300):
-        asked = DiagnoseSettings(server=launch.url, engine="vllm", limit=8, draft_tokens=DRAFT_TOKENS)
+        asked = DiagnoseSettings(server=launch.url, engine="vllm", limit=2, draft_tokens=DRAFT_TOKENS)
         found = diagnose(small.run, asked, Progress(quiet=True))
     links = {link.name: link for link in found.links}
     states = links["engine states"]

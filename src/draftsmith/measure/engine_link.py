@@ -61,28 +61,34 @@ def engine_links(
     """
     if settings.server is None:
         return [skipped(name, "no --server given") for name in ("engine states", "engine")]
-    say(f"{settings.server}: {len(replies)} prompts, one after another and {TOGETHER} at a time")
-    served = asyncio.run(_asked(scene, settings, replies))
-    states = states_link(scene, served.server, replies[0], export)
-    if not _drafted(served.alone) and states.value is not None:
-        return [states, skipped("engine", "this server hands out hidden states and does not draft")]
-    return [states, _counted(scene, served, draft, export, replies)]
+    return asyncio.run(_measured(scene, settings, settings.server, draft, export, replies, say))
 
 
-async def _asked(scene: Scene, settings: DiagnoseSettings, replies: Sequence[Alive]) -> Served:
-    assert settings.server is not None
-    prompts = [Prompt(one.key, one.prompt) for one in replies]
+async def _measured(
+    scene: Scene,
+    settings: DiagnoseSettings,
+    url: str,
+    draft: Eagle3Draft | None,
+    export: Exported | None,
+    replies: Sequence[Alive],
+    say: Callable[[str], None],
+) -> list[Link]:
     async with Transport(API_KEY, kept=False) as transport:
-        server, context = await connect("draft", settings.server, settings.model, transport, API_KEY)
+        server, context = await connect("draft", url, settings.model, transport, API_KEY)
+        states = states_link(scene, server, replies[0], export)
+        if states.value is not None:  # vLLM does one or the other, and counts as drafts what it copies out
+            return [states, skipped("engine", "this server hands out hidden states and does not draft")]
+        say(f"{url}: {len(replies)} prompts, one after another and {TOGETHER} at a time")
         room = context or scene.context
         samplings = {
             one.key: Sampling(max_tokens=max(2, min(len(one.reply), room - len(one.prompt))), temperature=0.0)
             for one in replies
         }
+        prompts = [Prompt(one.key, one.prompt) for one in replies]
         alone, together = [
             await run_load(server, prompts, samplings, scene.stop_ids, level, lambda: None) for level in (1, TOGETHER)
         ]
-    return Served(server, alone, together)
+    return [states, _counted(scene, Served(server, alone, together), draft, export, replies)]
 
 
 def _counted(
