@@ -43,6 +43,7 @@ app = App(
     name="draftsmith",
     version=__version__,
     suppress_keyboard_interrupt=False,
+    default_parameter=Parameter(negative_iterable=()),
     help="Turn a served reasoning model into a faster one: capture, train an EAGLE-3 draft, export, measure.",
 )
 

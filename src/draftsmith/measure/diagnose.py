@@ -26,6 +26,7 @@ from draftsmith.measure.export_link import Exported, export_suspects, open_expor
 from draftsmith.measure.links import Diagnosis, Link, concluded, measured, skipped
 from draftsmith.measure.prompts import question_prompts
 from draftsmith.measure.scene import Alive, Scene, set_up
+from draftsmith.measure.served import draft_fingerprint
 from draftsmith.measure.stored import Spoken, look_at_stored, speak
 from draftsmith.measure.trained_links import trained_links
 from draftsmith.measure.walks import walk
@@ -67,7 +68,8 @@ def diagnose(run: Path, settings: DiagnoseSettings, progress: Progress) -> Diagn
     links += engine_links(scene, settings, draft, export, replies, say)
     found = concluded(links, scene.draft_tokens, len(scene.held_out), engine)
     (run / "measure").mkdir(exist_ok=True)
-    write_json(run / "measure" / RESULT, found.to_json())
+    about = {"draft": draft_fingerprint(run), "of": settings.draft}
+    write_json(run / "measure" / RESULT, {**found.to_json(), **about})
     return found
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.measure.links import NAMES, Diagnosis, Link, Suspect
+from draftsmith.measure.links import NAMES, Diagnosis, Suspect
 from draftsmith.progress import harmless
 
 FALLS = {"yes": "<- HERE", "cannot tell": "<- ?", "no": ""}
@@ -36,7 +36,17 @@ def _chain(found: Diagnosis) -> Table:
         named = found.link == link.name
         mark = FALLS[link.fell] if named or link.fell != "yes" else "<- also"
         table.add_row(
-            *map(Text, (link.name, _value(link), _noise(link), str(link.questions or "-"), mark, harmless(told)))
+            *map(
+                Text,
+                (
+                    link.name,
+                    value_words(link.name, link.value),
+                    noise_words(link.noise),
+                    str(link.questions or "-"),
+                    mark,
+                    harmless(told),
+                ),
+            )
         )
     return table
 
@@ -51,11 +61,13 @@ def _suspects(suspects: list[Suspect]) -> Table:
     return table
 
 
-def _value(link: Link) -> str:
-    if link.value is None:
+def value_words(name: str, value: float | None) -> str:
+    """A link's value: a share where it is one, else tokens per target forward."""
+    if value is None:
         return "-"
-    return f"{link.value:.1%}" if link.name in ("training", "engine states") else f"{link.value:.2f}"
+    return f"{value:.1%}" if name in ("training", "engine states") else f"{value:.2f}"
 
 
-def _noise(link: Link) -> str:
-    return "-" if link.noise is None else f"±{link.noise:.2f}"
+def noise_words(noise: float | None) -> str:
+    """Half of the 95 % interval."""
+    return "-" if noise is None else f"±{noise:.2f}"

@@ -68,6 +68,9 @@ class Findings:
     serving: dict[str, Any] | None
     """What the run's own engine made of its draft."""
     payoff: dict[str, Any] | None
+    """What it would gain, worked out."""
+    diagnosis: dict[str, Any] | None
+    """Which link makes acceptance low."""
 
 
 def read_findings(run: Path) -> Findings:
@@ -92,6 +95,7 @@ def read_findings(run: Path) -> Findings:
         served=_json_if_there(run / "measure" / "served.json"),
         serving=_json_if_there(run / "measure" / "serving.json"),
         payoff=_json_if_there(run / "measure" / "payoff.json"),
+        diagnosis=_json_if_there(run / "measure" / "diagnosis.json"),
     )
 
 

@@ -24,6 +24,7 @@ from draftsmith.errors import UserError
 from draftsmith.progress import Progress, clock
 from draftsmith.recipe import ReportSettings
 from draftsmith.report.coloured import Decode, ShownTrace, show
+from draftsmith.report.diagnosis import diagnosis
 from draftsmith.report.figures import Chart
 from draftsmith.report.findings import Findings, TraceFindings, read_findings
 from draftsmith.report.payoff import payoff
@@ -92,6 +93,7 @@ def render_report(findings: Findings, progress: Progress) -> tuple[int, str]:
         served=on_servers,
         serving=own_engine,
         payoff=paying,
+        diagnosis=diagnosis(findings.diagnosis, draft),
         traces=shown,
         traces_say=says,
         exports=exports(findings.checks),
