@@ -11,7 +11,7 @@ from pathlib import Path
 
 from draftsmith.recipes import recipe_path
 
-QUESTIONS, MEASURED = 60, 12
+QUESTIONS, MEASURED = 60, 8
 HELD_OUT, MAX_TOKENS, DRAFT_TOKENS = 0.3, 64, 4
 SETTINGS = (
     f"capture.limit={QUESTIONS}",
@@ -30,7 +30,7 @@ SETTINGS = (
     f"measure.limit={MEASURED}",
     f"measure.draft_tokens={DRAFT_TOKENS}",
     "measure.rounds=1",
-    "measure.timing_questions=2",
+    "measure.timing_questions=1",
     "serving.rounds=1",
 )
 KILLED = {

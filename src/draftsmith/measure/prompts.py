@@ -20,6 +20,7 @@ from draftsmith.capture.overrides import template_of
 from draftsmith.capture.questions import read_questions
 from draftsmith.errors import UserError
 from draftsmith.recipe import MeasureSettings, QuestionSettings
+from draftsmith.target.reply import Sampling
 from draftsmith.target.template import Template
 from draftsmith.trace import held_out, read_traces, trace_files
 
@@ -109,6 +110,22 @@ def with_room(prompts: Sequence[Prompt], max_positions: int) -> list[Prompt]:
             f"all {len(prompts)} prompts fill the target's context of {max_positions} tokens; give shorter questions"
         )
     return fitting
+
+
+def samplings_of(
+    prompts: Sequence[Prompt], settings: MeasureSettings, max_tokens: int, context: int
+) -> dict[str, Sampling]:
+    """Each prompt's sampling by its key: a seed of its own, and no more tokens than the target's context takes."""
+    return {
+        prompt.key: Sampling(
+            max_tokens=min(max_tokens, context - len(prompt.ids)),
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            seed=settings.seed + index,
+        )
+        for index, prompt in enumerate(prompts)
+    }
 
 
 def longest_reply(traces: Path) -> int:

@@ -15,7 +15,15 @@ from typing import Any
 
 from draftsmith.artifacts import fingerprint, read_json
 from draftsmith.errors import UserError
-from draftsmith.measure.prompts import Prompt, Prompts, held_out_prompts, longest_reply, question_prompts, with_room
+from draftsmith.measure.prompts import (
+    Prompt,
+    Prompts,
+    held_out_prompts,
+    longest_reply,
+    question_prompts,
+    samplings_of,
+    with_room,
+)
 from draftsmith.recipe import MeasureSettings
 from draftsmith.target.reply import Sampling
 from draftsmith.target.template import Template, load_template
@@ -83,16 +91,7 @@ def set_up(run: Path, settings: MeasureSettings, contexts: Sequence[int]) -> Ben
     prompts = with_room(source.prompts, context)
     max_tokens = settings.max_tokens or int(metadata.get("max_tokens", 0)) or longest_reply(traces)
     stop_ids = frozenset(json.loads(metadata["stop_ids"]))
-    samplings = {
-        prompt.key: Sampling(
-            max_tokens=min(max_tokens, context - len(prompt.ids)),
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            seed=settings.seed + index,
-        )
-        for index, prompt in enumerate(prompts)
-    }
+    samplings = samplings_of(prompts, settings, max_tokens, context)
     return Bench(
         run=run,
         source=source,

@@ -21,7 +21,15 @@ from draftsmith.errors import UserError
 from draftsmith.hidden.target_head import load_target_head
 from draftsmith.measure.acceptance import verdict
 from draftsmith.measure.decode import DraftProposer, Verifier
-from draftsmith.measure.prompts import Prompt, Prompts, held_out_prompts, longest_reply, question_prompts, with_room
+from draftsmith.measure.prompts import (
+    Prompt,
+    Prompts,
+    held_out_prompts,
+    longest_reply,
+    question_prompts,
+    samplings_of,
+    with_room,
+)
 from draftsmith.measure.replies import Reply, ReplyLog, counted, measure_reply
 from draftsmith.measure.timing import Round, speed, timed_round, warm_up
 from draftsmith.progress import Progress, Tracker
@@ -104,16 +112,7 @@ class _Bench:
             source = held_out_prompts(traces, share, settings.limit)
         context = _context(target, settings.trust_remote_code)
         prompts = with_room(source.prompts, context)
-        samplings = {
-            prompt.key: Sampling(
-                max_tokens=min(max_tokens, context - len(prompt.ids)),
-                temperature=settings.temperature,
-                top_p=settings.top_p,
-                top_k=settings.top_k,
-                seed=settings.seed + index,
-            )
-            for index, prompt in enumerate(prompts)
-        }
+        samplings = samplings_of(prompts, settings, max_tokens, context)
         return cls(
             stage=stage,
             settings=settings,

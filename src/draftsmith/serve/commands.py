@@ -65,7 +65,7 @@ def launch_of(
     run: Path,
     settings: ServeSettings,
     extra: Sequence[str] = (),
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
 ) -> Launch:
     """What to start for a run.
 
@@ -86,7 +86,7 @@ def launch_of(
         dtype=target["config"].get("dtype") if settings.dtype == "auto" else settings.dtype,
         host=settings.host,
         port=settings.port,
-        python=settings.python or _python(engine, environment),
+        python=settings.python or _python(engine, os.environ if environment is None else environment),
         states=_states(run, engine, settings.hidden_states) if settings.hidden_states else (),
         extra=tuple(extra),
     )

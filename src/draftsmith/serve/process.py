@@ -68,7 +68,7 @@ def running(
     progress: Progress,
     wait: float,
     asked_to_stop: Callable[[], bool] = lambda: False,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """An engine that answers, for as long as the block runs; it and its children are gone afterwards.
 
@@ -87,7 +87,7 @@ def running(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**environment, **PRIVATE},
+                env={**(os.environ if environment is None else environment), **PRIVATE},
                 start_new_session=True,
             )
     except OSError as error:

@@ -106,6 +106,17 @@ def test_it_is_handed_over_when_it_answers_and_is_gone_with_its_children_afterwa
     assert tail(log) == ["loading shard 1 of 2"]
 
 
+def test_an_engine_gets_the_environment_of_the_moment_whatever_object_holds_it(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: Progress
+) -> None:
+    """`datasets` puts a copy in the place of os.environ when it maps with several processes."""
+    shows = 'import os; print("found", os.environ["CONNECTOR"], flush=True); raise SystemExit(7)'
+    monkeypatch.setattr(process, "command", lambda launch: [launch.python, "-c", shows])
+    monkeypatch.setattr(os, "environ", {**os.environ, "CONNECTOR": "here"})
+    with pytest.raises(DraftsmithError, match="found here"), running(launch, tmp_path / "log", progress, 30):
+        pass
+
+
 def test_an_engine_that_ignores_sigterm_is_killed(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: Progress
 ) -> None:
