@@ -135,7 +135,7 @@ def inspect(path: Path, settings: InspectSettings, progress: Progress) -> Inspec
     chosen = [trace for _, trace in kept.chosen]
     notes = list(target.notes)
     if source.unfinished:
-        notes.append("the capture is not finished: these are the segments it has closed so far")
+        notes.append("the capture is not finished: this is what it has so far")
     return Inspection(
         path=str(path),
         kind=source.kind,

@@ -25,14 +25,20 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from draftsmith.artifacts import read_json
+from draftsmith.capture.attempt import TARGET
 from draftsmith.capture.journal import JOURNAL
 from draftsmith.capture.rows import PROMPT_COLUMNS, TURN_COLUMNS
 from draftsmith.capture.sealing import NO_LONGER_ASKED
+from draftsmith.capture.segments import open_log
 from draftsmith.capture.sources import JSONL
 from draftsmith.data.ragged import INT32, Ragged, from_arrow, from_rows
 from draftsmith.errors import UserError
 
 Kind = Literal["traces", "masked", "conversations", "text"]
+LOG = ".log"
+SEGMENTS = (".parquet", LOG)
+"""Of a journal."""
 ENDINGS = (".parquet", ".arrow", *JSONL, ".json")
 NOT_DATA = frozenset({"manifest.json", "plan.json", "progress.json", "dataset_info.json", "state.json"})
 NOT_DATA_FOLDERS = frozenset({"hidden_states", NO_LONGER_ASKED})
@@ -53,7 +59,7 @@ class Source:
     metadata: dict[str, str]
     """What our own files say about themselves; empty for others'."""
     unfinished: bool = False
-    """Whether these are the closed segments of a capture that is not finished."""
+    """Whether this is the journal of a capture that is not finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +104,8 @@ def open_source(path: Path) -> Source:
         some = ", ".join(f"{next(file for file in files if kinds[file] == kind)} ({kind})" for kind in found)
         raise UserError(f"{path}: expected one kind of data, found {some}; give one of them")
     metadata = _metadata(files[0]) if found == ["traces"] else {}
+    if unfinished and (noted := files[0].parents[1] / TARGET).exists():
+        metadata = read_json(noted)
     return Source(path=path, kind=found[0], files=tuple(files), metadata=metadata, unfinished=unfinished)
 
 
@@ -185,9 +193,11 @@ def _files(path: Path) -> tuple[list[Path], bool]:
         return [path], False
     if not path.is_dir():
         raise UserError(f"{path}: expected a file or folder to inspect, found none")
-    for folder, unfinished in ((path / "traces", False), (path / "traces.partial" / JOURNAL, True)):
-        if parts := sorted(folder.glob("*.parquet")):
-            return parts, unfinished
+    if parts := sorted((path / "traces").glob("*.parquet")):
+        return parts, False
+    journal = [file for file in (path / "traces.partial" / JOURNAL).glob("*.*") if file.suffix in SEGMENTS]
+    if journal:
+        return sorted(journal), True
     for ending in ENDINGS:
         files = [file for file in sorted(path.rglob(f"*{ending}")) if _is_data(file.relative_to(path))]
         if files:
@@ -202,6 +212,8 @@ def _is_data(file: Path) -> bool:
 
 def _kind(file: Path) -> Kind:
     """What kind of data a file holds, by its columns or its first whole row."""
+    if file.suffix == LOG:
+        return "traces"
     if file.suffix in (".parquet", ".arrow"):
         columns = set(_schema(file).names)
     else:
@@ -231,12 +243,19 @@ def _schema(file: Path) -> pa.Schema:
 
 
 def _metadata(file: Path) -> dict[str, str]:
+    if file.suffix == LOG:
+        return {}
     loaded: dict[str, str] = json.loads((_schema(file).metadata or {}).get(b"draftsmith", b"{}"))
     return loaded
 
 
 def _record_batches(file: Path) -> Iterator[pa.RecordBatch]:
     try:
+        if file.suffix == LOG:
+            log = open_log(0, file).log
+            for first, stop in pairwise(log.blocks()):
+                yield from log.table(first, stop).to_batches()
+            return
         if file.suffix == ".parquet":
             with pq.ParquetFile(file) as opened:
                 yield from opened.iter_batches(batch_size=256)

@@ -9,6 +9,8 @@ from typing import Any
 import datasets
 import pytest
 
+from draftsmith.artifacts import write_json
+from draftsmith.capture.journal import Journal
 from draftsmith.data.inspect import Inspection, inspect
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
@@ -345,6 +347,23 @@ def test_a_folder_of_several_kinds_is_refused_by_name(toy: Template, tmp_path: P
 def test_a_folder_without_data_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected traces or a dataset"):
         look(tmp_path)
+
+
+def test_a_capture_that_is_running_is_looked_at_by_what_its_journal_holds(toy: Template, tmp_path: Path) -> None:
+    work = tmp_path / "run" / "traces.partial"
+    work.mkdir(parents=True)
+    write_json(work / "target.json", {"tokenizer": toy.name, "delimiters": "null", "stop_ids": "[]"})
+    with Journal(work) as journal:
+        for number in range(40):
+            journal.append(replace(trace_of(toy, number), trace_id=f"{number:024x}"))
+        assert journal.sync()
+        found = look(tmp_path / "run")
+        half = journal.active.path.read_bytes()
+    assert found.trainable == found.replies == 40
+    assert any("not finished" in note for note in found.notes)
+    assert not any("--tokenizer" in note for note in found.notes)
+    (work / "journal" / "000000.log").write_bytes(half[: len(half) - 5])  # killed while it wrote
+    assert look(tmp_path / "run").replies == 39
 
 
 def test_a_capture_that_is_not_finished_is_looked_at_by_its_closed_segments(toy: Template, tmp_path: Path) -> None:
