@@ -32,6 +32,8 @@ from draftsmith.target.transport import Transport
 
 PER_REQUEST = 2
 """Prompts per parallel request of a round: the batch stays full for most of it."""
+LEAST_PROMPTS = 6
+"""Of a round: an engine that was idle takes several times as long for its first reply, which two would not outvote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,7 @@ async def _served(run: Path, settings: PayoffSettings, share: float | None, prog
                 prompts = _prompts(bench, level)
                 found[level] = {side: [] for side in servers}
                 for server in servers.values():
-                    cautions |= dict.fromkeys(await _warm_up(server, bench, prompts, level))
+                    cautions |= dict.fromkeys(await _warm_up(server, bench, prompts[: PER_REQUEST * level], level))
                 for _ in range(settings.rounds):
                     for side, server in servers.items():
                         load = await run_load(server, prompts, bench.samplings, bench.stop_ids, level, lambda: None)
@@ -220,7 +222,8 @@ def _levels(settings: PayoffSettings) -> list[int]:
 
 def _prompts(bench: Bench, level: int) -> list[Prompt]:
     """So many that the batch is full, the first ones again where there are fewer: none is taken from a cache."""
-    return [bench.prompts[index % len(bench.prompts)] for index in range(PER_REQUEST * level)]
+    count = max(PER_REQUEST * level, LEAST_PROMPTS)
+    return [bench.prompts[index % len(bench.prompts)] for index in range(count)]
 
 
 def _depth(loads: Sequence[Load], server: Server) -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,11 @@ import pytest
 
 from captured_run import OPEN, make_captured_run, said, server
 from draftsmith.errors import UserError
+from draftsmith.measure import steptimes
 from draftsmith.measure.counters import Counters
 from draftsmith.measure.load import Load
 from draftsmith.measure.steptimes import (
+    LEAST_PROMPTS,
     PER_REQUEST,
     _draft_step,
     _plain_step,
@@ -66,8 +69,26 @@ def test_both_servers_are_timed_at_every_concurrency_and_the_depth_is_the_server
         assert list(level.times.with_draft) == [3] and level.times.target > 0
         assert level.replies is not None and level.replies.tokens == 30
     assert measured.source == f"measured on {engine} with and without the draft" and measured.cautions == ()
-    rounds = 2  # a warm-up and a timed one
-    assert len(draft.asked) == len(baseline.asked) == rounds * PER_REQUEST * (1 + 2)
+    warm_up, timed = PER_REQUEST * (1 + 2), 2 * LEAST_PROMPTS  # few requests at a time are timed on some more prompts
+    assert len(draft.asked) == len(baseline.asked) == warm_up + timed
+
+
+def test_an_engine_that_starts_slowly_does_not_make_first_tokens_dear(run: Path, monkeypatch: Any) -> None:
+    """An engine that was idle takes long for its first reply of a round."""
+    loads = []
+    measure = steptimes.run_load
+
+    async def slow_first(*arguments: Any) -> Load:
+        found = await measure(*arguments)
+        late = tuple(replace(part, at=part.at + 9.0) for part in found.replies[0].parts)
+        loads.append(len(found.replies))
+        return replace(found, replies=(replace(found.replies[0], parts=late), *found.replies[1:]))
+
+    monkeypatch.setattr(steptimes, "run_load", slow_first)
+    with server("vllm", run, plan=(2, 0)) as draft, server("vllm", run) as baseline:
+        measured = served_steps(run, asked(1, server=draft.url, baseline_server=baseline.url), None, QUIET)
+    assert measured.levels[0].replies is not None and measured.levels[0].replies.prefill < 1.0
+    assert abs(measured.levels[0].draft_prefill) < 1.0 and max(loads) == LEAST_PROMPTS
 
 
 def test_where_the_engine_does_not_tell_how_much_it_drafts_it_is_taken_as_said(run: Path) -> None:
@@ -92,7 +113,8 @@ def test_a_plain_server_stands_in_for_one_that_drafts_and_it_is_said(run: Path) 
     assert "a draft step as 25.0% of a plain one (estimates)" in measured.source
     times = measured.levels[0].times
     assert list(times.with_draft) == [3] and times.step(3) > 3 * 0.25 * times.target
-    assert len(baseline.asked) == 2 * PER_REQUEST * (2 + 8)  # checking 4 tokens of 2 requests is timed as 8 requests
+    warm_up, timed = PER_REQUEST * (2 + 8), LEAST_PROMPTS + PER_REQUEST * 8  # 4 tokens of 2 requests: as 8 requests
+    assert len(baseline.asked) == warm_up + timed
 
 
 def test_what_spoils_the_times_is_said(run: Path) -> None:
