@@ -26,6 +26,7 @@ from draftsmith.measure.acceptance import Cycle, acceptance, unconditional
 from draftsmith.measure.paying import work_out
 from draftsmith.measure.served import measure_served
 from draftsmith.measure.serving_view import POINTS, SERVING, serving_plan
+from draftsmith.measure.steptimes import PER_REQUEST
 from draftsmith.progress import Progress
 from draftsmith.recipe import MeasureSettings, PayoffSettings, ServedSettings, ServeSettings, ServingSettings
 from draftsmith.serve.commands import Launch, launch_of
@@ -63,7 +64,8 @@ def serve_and_measure(
         whole = measure_served(run, everything, ServedSettings(**servers | {"concurrency": [most]}), progress)
         served = whole
         if settings.rounds > 1 or settings.concurrency != [most]:  # else that was a timed round already
-            timed = measure.model_copy(update={"rounds": settings.rounds, "limit": max(settings.limit, most)})
+            limit = max(settings.limit, PER_REQUEST * most)
+            timed = measure.model_copy(update={"rounds": settings.rounds, "limit": limit})
             served = measure_served(run, timed, ServedSettings(**servers), progress)
     found = {
         "plan": plan,

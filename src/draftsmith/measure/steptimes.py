@@ -33,7 +33,7 @@ from draftsmith.target.transport import Transport
 PER_REQUEST = 2
 """Prompts per parallel request of a round: the batch stays full for most of it."""
 LEAST_PROMPTS = 6
-"""Of a round: an engine that was idle takes several times as long for its first reply, which two would not outvote."""
+"""Of a round, however few run at a time: one reply more or less must not decide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,11 +235,11 @@ def _level(level: int, loads: Mapping[str, Sequence[Load]], server: Server, draf
     plain = [_plain_step(load) for load in loads["baseline"]]
     steps = [_draft_step(load, server.endpoint.shown) for load in loads["draft"]]
     k = _depth(loads["draft"], server) or draft_tokens
-    first = statistics.median(_first(load) for load in loads["baseline"])
+    first = statistics.median(map(_first, loads["baseline"]))
     return Level(
         times=StepTimes(concurrency=level, target=statistics.median(plain), with_draft={k: statistics.median(steps)}),
         replies=Replies(prefill=first, tokens=_length(loads["baseline"])),
-        draft_prefill=statistics.median(_first(load) for load in loads["draft"]) - first,
+        draft_prefill=statistics.median(map(_first, loads["draft"])) - first,
         spread=max(steps) / min(steps),
     )
 
@@ -280,7 +280,9 @@ def _length(loads: Sequence[Load]) -> float:
 
 
 def _first(load: Load) -> float:
-    return statistics.median(reply.first_token for reply in load.replies)
+    """Seconds to the first token. The mean, because what replies take adds up, and several at a time come in waves; the
+    round's first reply, for which an idle engine takes longer, is left out."""
+    return statistics.mean(reply.first_token for reply in load.replies[1:] or load.replies)
 
 
 def _typed(flag: str, values: Sequence[str]) -> dict[int, float]:

@@ -117,7 +117,9 @@ class ServingSettings(Settings):
     engine: Annotated[Engine, Field(description="Exported format to serve.")] = "llamacpp"
     python: Annotated[str | None, runtime("Interpreter of the engine's environment; default: as for `serve`.")] = None
     concurrency: Levels = [1]
-    limit: Annotated[int, Field(ge=1, description="Prompts of a timed round.")] = 16
+    limit: Annotated[
+        int, Field(ge=1, description="Prompts of a timed round; at least two for each request at a time.")
+    ] = 16
     rounds: Annotated[int, Field(ge=1, description="Timed rounds, draft and baseline in turn.")] = 3
     context: Annotated[int | None, Field(ge=16, description="Ids of a request at most.")] = 1024
     dtype: Annotated[Dtype, Field(description="Type the engine computes in; auto: the target's own.")] = "auto"
