@@ -235,11 +235,11 @@ def _level(level: int, loads: Mapping[str, Sequence[Load]], server: Server, draf
     plain = [_plain_step(load) for load in loads["baseline"]]
     steps = [_draft_step(load, server.endpoint.shown) for load in loads["draft"]]
     k = _depth(loads["draft"], server) or draft_tokens
-    first = statistics.median(map(_first, loads["baseline"]))
+    first = statistics.median(_first(load, level) for load in loads["baseline"])
     return Level(
         times=StepTimes(concurrency=level, target=statistics.median(plain), with_draft={k: statistics.median(steps)}),
         replies=Replies(prefill=first, tokens=_length(loads["baseline"])),
-        draft_prefill=statistics.median(map(_first, loads["draft"])) - first,
+        draft_prefill=statistics.median(_first(load, level) for load in loads["draft"]) - first,
         spread=max(steps) / min(steps),
     )
 
@@ -251,7 +251,9 @@ def _estimated(level: int, plain: Mapping[int, Sequence[Load]], settings: Payoff
     verify = statistics.median(_plain_step(load) for load in plain[level * (k + 1)])
     return Level(
         times=composed(level, target, {k: verify}, share * target, 0.0),
-        replies=Replies(prefill=statistics.median(map(_first, plain[level])), tokens=_length(plain[level])),
+        replies=Replies(
+            prefill=statistics.median(_first(load, level) for load in plain[level]), tokens=_length(plain[level])
+        ),
         draft_prefill=0.0,
         spread=max(steps) / min(steps),
     )
@@ -279,10 +281,12 @@ def _length(loads: Sequence[Load]) -> float:
     return statistics.mean(load.tokens / len(load.replies) for load in loads)
 
 
-def _first(load: Load) -> float:
-    """Seconds to the first token. The mean, because what replies take adds up, and several at a time come in waves; the
-    round's first reply, for which an idle engine takes longer, is left out."""
-    return statistics.mean(reply.first_token for reply in load.replies[1:] or load.replies)
+def _first(load: Load, level: int) -> float:
+    """Seconds to the first token of a reply that begins while the others go on.
+
+    The mean, because what replies take adds up; without those that began the round, all at once and on an idle engine.
+    """
+    return statistics.mean(reply.first_token for reply in load.replies[level:] or load.replies)
 
 
 def _typed(flag: str, values: Sequence[str]) -> dict[int, float]:
