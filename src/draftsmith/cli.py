@@ -242,8 +242,10 @@ def measure(
         else:
             Console(highlight=False).print(served_table(result), markup=False)
         return
+    from draftsmith.measure.results_view import print_results
+
     _stage(run, "measure", settings, force, False, quiet)
-    _results({"": run}, json)
+    print_results({"": run}, json)
 
 
 @app.command
@@ -350,6 +352,8 @@ def run_(
     quiet: Quiet = False,
 ) -> None:
     """The whole chain from a recipe; what is finished is skipped, what was interrupted goes on."""
+    from draftsmith.measure.results_view import print_results, print_served
+
     loaded = load_recipe(recipe, set)
     folder = run or Path(loaded.run)
     if dry_run:
@@ -357,9 +361,9 @@ def run_(
         return
     pipeline.run_recipe(loaded, folder, Progress(quiet=quiet), force=force)
     arms = {arm: folder / arm for arm in loaded.arms} or {"": folder}
-    _results(arms, json)
+    print_results(arms, json)
     if not json:
-        _served_words(arms)
+        print_served(arms)
         print(f"report: {folder / 'report' / 'report.html'}")
 
 
@@ -388,34 +392,6 @@ def _stage(
         progress.say(
             f"{folder}: {'done' if made else 'already done, skipped'} ({pipeline.summary(manifest['counts'])})"
         )
-
-
-def _results(arms: dict[str, Path], json: bool) -> None:
-    from draftsmith.measure.summary import comparison_table, result_table
-
-    files = {arm: folder / "measure" / "result.json" for arm, folder in arms.items()}
-    if json:
-        results = {arm: json_library.loads(file.read_text(encoding="utf-8")) for arm, file in files.items()}
-        print(json_library.dumps(results if len(arms) > 1 else next(iter(results.values()))))
-    elif len(arms) > 1:
-        Console().print(comparison_table(files))
-    else:
-        Console().print(result_table(next(iter(files.values()))))
-
-
-def _served_words(arms: dict[str, Path]) -> None:
-    from draftsmith.measure.serving_view import SERVING, serving_words
-    from draftsmith.measure.summary import served_table
-
-    for arm, folder in arms.items():
-        file = folder / "measure" / SERVING
-        if not file.exists():
-            continue
-        found = json_library.loads(file.read_text(encoding="utf-8"))
-        print(f"\nserved by {found['engine']}{f' ({arm})' if arm else ''}:")
-        Console(highlight=False).print(served_table(found), markup=False)
-        for line in serving_words(found):
-            print(f"- {line}")
 
 
 def _as_json(state: Status) -> dict[str, Any]:
