@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from draftsmith.capture.exactness import NOT_EXACT, REASONING_LOST
+from draftsmith.target.spelling import compact
 from draftsmith.target.thinking import ENDED, Delimiters, thinking_wanted
 from draftsmith.trace import TRAINABLE, Trace
 
@@ -135,9 +136,10 @@ def loops(ids: Sequence[int]) -> bool:
     """Whether the reply's end repeats itself (P42: such replies make a draft look good and teach it nothing)."""
     if len(ids) < LOOP_IDS:
         return False
-    tail = ids[-LOOP_TAIL:]
-    runs = zip(*(tail[start:] for start in range(LOOP_RUN)), strict=False)
-    return len(set(runs)) < LOOP_SHARE * len(tail)
+    tail = compact(ids[-LOOP_TAIL:])
+    width, raw = tail.itemsize, tail.tobytes()
+    runs = {raw[at : at + LOOP_RUN * width] for at in range(0, len(raw) - (LOOP_RUN - 1) * width, width)}
+    return len(runs) < LOOP_SHARE * len(tail)
 
 
 def likeness(trace: Trace) -> int | None:

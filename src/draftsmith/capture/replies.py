@@ -39,7 +39,8 @@ def trace_of(job: Job, reply: Reply, reading: Reading) -> Trace:
     template, delimiters = reading.template, reading.delimiters
     reply = with_ids(reply, job.render, template, delimiters)
     ids = compact(reply.generated_ids)
-    parts = split(delimiters, template, reply.prompt_ids, ids, reply.finish_reason)
+    windows = template.windows(ids)
+    parts = split(delimiters, template, reply.prompt_ids, ids, reply.finish_reason, windows)
     error = problem(reply, template, reading.exact, delimiters, parts.opened_by_prompt)
     return Trace(
         **_asked(job, parts.opened_by_prompt),
@@ -50,8 +51,8 @@ def trace_of(job: Job, reply: Reply, reading: Reading) -> Trace:
         reasoning_span=parts.reasoning,
         answer_span=parts.answer,
         ids_source=reply.ids_source,
-        reasoning=text_of(template, ids, parts.reasoning),
-        answer=text_of(template, ids, parts.answer),
+        reasoning=text_of(template, ids, parts.reasoning, windows),
+        answer=text_of(template, ids, parts.answer, windows),
         usage=_json(_usage(reply, delimiters)),
         timing=_json(reply.timing),
         error=error,

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from draftsmith.errors import UserError
 from draftsmith.recipe import Family
 from draftsmith.target.template import Template, TemplateRefusal
@@ -129,8 +131,9 @@ def split(
     prompt_ids: Sequence[int],
     generated_ids: Sequence[int],
     finish_reason: str,
+    windows: Windows | None = None,
 ) -> Split:
-    """Splits one reply.
+    """Splits one reply; `windows` are its generated ids' (`Template.windows`), for whoever has them already.
 
     The first closing delimiter ends the reasoning, later ones are answer text. A reply that is inside its thinking and
     never closes it was cut there, whatever the server called it (P03). An empty pair at the prompt's end means thinking
@@ -144,14 +147,15 @@ def split(
     if delimiters.family == "gpt-oss":
         return _split_channels(template, prompt_ids, generated_ids, finish_reason)
     opened = opened_by_prompt(delimiters, template, prompt_ids)
-    find = _finder(template, generated_ids)
-    opening = find(delimiters.open_ids, delimiters.open_text, 0)
-    closing = find(delimiters.close_ids, delimiters.close_text, 0)
-    leads = opening is not None and not template.decode(generated_ids[: opening[0]]).strip()
+    windows = windows or template.windows(generated_ids)
+    find = _finder(windows, generated_ids)
+    closing = find(delimiters.close_ids, delimiters.close_text, 0, end)
+    opening = find(delimiters.open_ids, delimiters.open_text, 0, closing[1] if closing else end)
+    leads = opening is not None and not windows.text(0, opening[0]).strip()
     start = 0
     if opening is not None and (leads or not opened) and not (closing and closing[0] < opening[0]):
         start = opening[1]
-        closing = find(delimiters.close_ids, delimiters.close_text, start)
+        closing = find(delimiters.close_ids, delimiters.close_text, start, end)
         named_only = closing is None and not leads and not _single(delimiters.open_ids)
         if named_only:  # the answer mentions the delimiter's text
             return whole
@@ -162,13 +166,22 @@ def split(
     if closing is None:
         return Split((start, _without_stop(template, generated_ids)), None, "cut_in_reasoning", opened)
     reasoning = (start, closing[0])
-    thought = _says_something(template, generated_ids[slice(*reasoning)])
+    thought = _says_something(template, generated_ids, reasoning, windows)
     return Split(reasoning if thought else None, (closing[1], end), _answer_state(finish_reason), opened)
 
 
-def text_of(template: Template, generated_ids: Sequence[int], span: Span | None) -> str:
-    """The text of a span for people: stop ids dropped, stripped; empty for no span."""
-    return "" if span is None else template.readable(generated_ids[slice(*span)])
+def text_of(template: Template, generated_ids: Sequence[int], span: Span | None, windows: Windows | None = None) -> str:
+    """The text of a span for people: stop ids dropped, stripped; empty for no span. `windows` as in `split`."""
+    if span is None:
+        return ""
+    start, stop = span
+    while stop > start and generated_ids[stop - 1] in template.stop_ids:
+        stop -= 1
+    ids = generated_ids[start:stop]
+    numbers = np.asarray(ids)
+    if windows is None or any((numbers == index).any() for index in template.stop_ids):
+        return template.readable(ids)
+    return windows.text(start, stop).strip()
 
 
 def _detected(template: Template) -> Family:
@@ -210,7 +223,7 @@ def _ways(template: Template, text: str) -> tuple[tuple[int, ...], ...]:
     for before in ("", "\n", " ", ".", "a"):
         for after in ("", "\n", "\n\n", " ", "A"):
             ids = template.encode(before + text + after)
-            window = template.windows(ids).first(text, 0)
+            window = template.windows(ids).first(text, 0, len(ids))
             if window is not None:
                 ways.append(tuple(ids[slice(*window)]))
     if not ways:
@@ -234,9 +247,11 @@ def _channel_delimiters(template: Template) -> Delimiters:
     )
 
 
-def _says_something(template: Template, ids: Sequence[int]) -> bool:
-    """Whether the ids have a text for people: mostly the first few tell, unless they end inside a character."""
-    return bool(template.readable(ids[:TAIL]).strip("\ufffd").strip()) or template.readable(ids) != ""
+def _says_something(template: Template, generated_ids: Sequence[int], span: Span, windows: Windows) -> bool:
+    """Whether a span has a text for people: mostly its first few ids tell, unless they end inside a character."""
+    start, stop = span
+    first = text_of(template, generated_ids, (start, min(start + TAIL, stop)), windows)
+    return bool(first.strip("\ufffd").strip()) or text_of(template, generated_ids, span, windows) != ""
 
 
 def _split_channels(
@@ -271,20 +286,17 @@ def _split_channels(
     return Split(None, (0, len(generated_ids)), _answer_state(finish_reason), opened)
 
 
-def _finder(template: Template, ids: Sequence[int]) -> Callable[[tuple[tuple[int, ...], ...], str, int], Span | None]:
-    """Finds the first delimiter at or after an id, as a span over `ids`; they are decoded once, and only for text."""
-    windows: Windows | None = None
+def _finder(
+    windows: Windows, ids: Sequence[int]
+) -> Callable[[tuple[tuple[int, ...], ...], str, int, int], Span | None]:
+    """Finds the first delimiter in a range of ids, as a span over `ids`."""
+    numbers = np.asarray(ids)
 
-    def find(ways: tuple[tuple[int, ...], ...], text: str, start: int) -> Span | None:
-        nonlocal windows
-        if _single(ways):
-            try:
-                found = ids.index(ways[0][0], start)
-            except ValueError:
-                return None
-            return found, found + 1
-        windows = windows or template.windows(ids)
-        return windows.first(text, start)
+    def find(ways: tuple[tuple[int, ...], ...], text: str, start: int, stop: int) -> Span | None:
+        if not _single(ways):
+            return windows.first(text, start, stop)
+        places = np.flatnonzero(numbers[start:stop] == ways[0][0])
+        return (start + int(places[0]), start + int(places[0]) + 1) if len(places) else None
 
     return find
 

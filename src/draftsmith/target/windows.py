@@ -21,10 +21,13 @@ MARGIN = 64
 
 
 class Windows(Protocol):
-    """Some ids, to be searched."""
+    """Some ids, to be searched and read."""
 
-    def first(self, text: str, start: int) -> Span | None:
-        """The first run at or after `start` that holds the text, as small as can be; None: there is none."""
+    def first(self, text: str, start: int, stop: int) -> Span | None:
+        """The first run in [start, stop) that holds the text, as small as can be; None: there is none."""
+
+    def text(self, start: int, stop: int) -> str:
+        """What the ids in [start, stop) decode to."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,17 @@ class Joined:
     content: bytes
     ends: Sequence[int]
 
-    def first(self, text: str, start: int) -> Span | None:
+    def first(self, text: str, start: int, stop: int) -> Span | None:
         """As in `Windows`."""
         sought = text.encode()
-        at = self.content.find(sought, self.ends[start])
+        at = self.content.find(sought, self.ends[start], self.ends[stop])
         if at < 0:
             return None
         return bisect_right(self.ends, at) - 1, bisect_left(self.ends, at + len(sought))
+
+    def text(self, start: int, stop: int) -> str:
+        """As in `Windows`."""
+        return self.content[self.ends[start] : self.ends[stop]].decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,11 @@ class Decoded:
     ids: Sequence[int]
     decode: Callable[[Sequence[int]], str]
 
-    def first(self, text: str, start: int) -> Span | None:
+    def first(self, text: str, start: int, stop: int) -> Span | None:
         """As in `Windows`."""
         ids, decode, overlap = self.ids, self.decode, MARGIN + len(text.encode())
-        for first in range(start, len(ids), STRIDE):
-            end, start = min(first + STRIDE, len(ids)), max(start, first - overlap)
+        for first in range(start, stop, STRIDE):
+            end, start = min(first + STRIDE, stop), max(start, first - overlap)
             if text in decode(ids[start:end]):
                 break
         else:
@@ -64,3 +71,7 @@ class Decoded:
         starts = range(start, stop)
         late = bisect_left(starts, True, key=lambda i: text not in decode(ids[i:stop]))
         return starts[late - 1], stop
+
+    def text(self, start: int, stop: int) -> str:
+        """As in `Windows`."""
+        return self.decode(self.ids[start:stop])

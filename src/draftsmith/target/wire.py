@@ -324,14 +324,14 @@ def _ids_of(raw: msgspec.Raw) -> Sequence[int]:
     if text == b"null":
         return ()
     digits = text[1:-1].strip() if text.startswith(b"[") else b""
-    if digits:
+    if digits and b"-" not in digits:
         try:
-            numbers = np.fromstring(digits + b",0", np.int64, sep=",")  # the 0 is reached if all before is numbers
+            numbers = np.fromstring(digits + b",-1", np.int64, sep=",")  # the -1 is reached if all before is numbers
         except ValueError:
             numbers = np.empty(0, np.int64)
-        count = digits.count(b",") + 1
-        if len(numbers) == count + 1 and numbers.min() >= 0 and numbers.max() < 2**31:
-            return array("i", numbers[:count].astype(np.int32).tobytes())
+        ids = numbers[:-1]
+        if len(ids) and numbers[-1] == -1 and ids.min() >= 0 and ids.max() < 2**31:
+            return array("i", ids.astype(np.int32).tobytes())
     return _decoded(text, list[TokenId], "chat completion")  # none, or it says what is wrong
 
 

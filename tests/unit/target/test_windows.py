@@ -28,9 +28,10 @@ def test_both_ways_find_the_same_run(text: str) -> None:
     found = 0
     for _ in range(600):
         ids = draw.choices(range(len(PIECES)), k=draw.randrange(0, 60))
-        start = draw.randrange(0, len(ids) + 1)
-        quick, plain = (windows.first(text, start) for windows in both(ids))
+        start, stop = sorted(draw.choices(range(len(ids) + 1), k=2)) if draw.random() < 0.5 else (0, len(ids))
+        quick, plain = (windows.first(text, start, stop) for windows in both(ids))
         assert quick == plain
+        assert both(ids)[0].text(start, stop) == both(ids)[1].text(start, stop)
         found += quick is not None
     assert found > 10
 
@@ -38,16 +39,16 @@ def test_both_ways_find_the_same_run(text: str) -> None:
 def test_a_text_across_strides_is_found_whole() -> None:
     for before in range(STRIDE - 3, STRIDE + 1):
         ids = [0] * before + [5, 6, 4] + [0] * STRIDE
-        assert [windows.first("</think>", 0) for windows in both(ids)] == [(before, before + 3)] * 2
+        assert [windows.first("</think>", 0, len(ids)) for windows in both(ids)] == [(before, before + 3)] * 2
 
 
 def test_ids_beyond_the_vocabulary_are_searched_as_the_tokenizer_decodes_them() -> None:
     spelt = spelling(byte_level())
     ids = [*spelt.encode("x<think>y"), 10_000_000]
     assert isinstance(spelt.search(ids), Decoded)
-    at = spelt.search(ids).first("<think>", 0)
-    assert at == spelt.search(ids[:-1]).first("<think>", 0) == (1, 2)
+    at = spelt.search(ids).first("<think>", 0, len(ids))
+    assert at == spelt.search(ids[:-1]).first("<think>", 0, len(ids) - 1) == (1, 2)
 
 
 def test_nothing_stands_in_no_ids() -> None:
-    assert spelling(byte_level()).search([]).first("a", 0) is None
+    assert spelling(byte_level()).search([]).first("a", 0, 0) is None
