@@ -89,10 +89,13 @@ def encode(trace: Trace, key: bytes, *, retry: bool) -> bytes:
         trace.error.encode(),
     ]
     spans = (*(trace.reasoning_span or (-1, -1)), *(trace.answer_span or (-1, -1)))
-    body = b"".join((_FIXED.pack(trace.sample, *spans, *map(len, fields)), *fields))
+    body = [_FIXED.pack(trace.sample, *spans, *map(len, fields)), *fields]
+    checksum = 0
+    for part in body:
+        checksum = zlib.crc32(part, checksum)
     state = STATES.index(trace.state) + 1
-    head = _HEAD.pack(MAGIC, retry, state, 0, len(body), zlib.crc32(body), key)
-    return b"".join((head, _CHECK.pack(zlib.crc32(head)), body))
+    head = _HEAD.pack(MAGIC, retry, state, 0, sum(map(len, body)), checksum, key)
+    return b"".join((head, _CHECK.pack(zlib.crc32(head)), *body))
 
 
 def head_at(data: memoryview, offset: int) -> Head | None:

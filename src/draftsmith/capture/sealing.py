@@ -4,7 +4,7 @@ Captured and imported folders are written here alike. A part appears under its n
 a journal are complete; while the journal is there, parts that were sealed from just what it holds are taken over, so a
 crash in sealing costs one part. The counts are read back from the files: what is on disk is what is reported. Sealing
 a capture holds some blocks of records in memory (`gathering`), writing imported traces one part's, counting one row
-group's ids.
+group's keys (its ids only where some of them do not count).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from draftsmith.trace import SCHEMA, TRAINABLE, Trace, as_table
 PART_ROWS = 50_000
 PART_IDS = 4_000_000
 """Traces and token ids per part at most (one trace may exceed it)."""
-COLUMNS = ["question_key", "prompt_ids", "generated_ids", "state", "reasoning_span", "ids_source", "error"]
+COLUMNS = ["question_key", "state", "reasoning_span", "ids_source", "error"]
 TOP_REASONS = 10
 NO_LONGER_ASKED = "no-longer-asked"
 """Folder of the traces whose questions have left the source: kept, not trained on."""
@@ -133,7 +133,8 @@ def summary(parts: Sequence[Path]) -> dict[str, Any]:
     sources: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
-    for table in _row_groups(parts):
+    for file, group in _row_groups(parts):
+        table = file.read_row_group(group, columns=COLUMNS)
         keys.append(pc.unique(table["question_key"]))
         states.update(_counts(table["state"]))
         for error, count in _counts(table["error"]).items():
@@ -143,8 +144,7 @@ def summary(parts: Sequence[Path]) -> dict[str, Any]:
         sources.update(_counts(table["ids_source"].filter(good)))
         tokens["with_reasoning"] += pc.sum(pc.and_(good, pc.is_valid(table["reasoning_span"]))).as_py() or 0
         for name in ("prompt", "generated"):
-            lengths = pc.list_value_length(table[f"{name}_ids"]).filter(good)
-            tokens[f"{name}_tokens"] += pc.sum(lengths).as_py() or 0
+            tokens[f"{name}_tokens"] += _ids_of(file, group, f"{name}_ids", good)
     return {
         "questions": pc.count_distinct(pa.chunked_array(keys, pa.string())).as_py(),
         "traces": states.total(),
@@ -155,12 +155,21 @@ def summary(parts: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _row_groups(parts: Sequence[Path]) -> Iterator[pa.Table]:
-    """What is counted, a few MB at a time as they were written."""
+def _row_groups(parts: Sequence[Path]) -> Iterator[tuple[pq.ParquetFile, int]]:
     for part in parts:
         with pq.ParquetFile(part) as file:
             for number in range(file.num_row_groups):
-                yield file.read_row_group(number, columns=COLUMNS)
+                yield file, number
+
+
+def _ids_of(file: pq.ParquetFile, group: int, name: str, good: pa.ChunkedArray) -> int:
+    """How many ids the `good` rows of a row group hold in a column, where no good row holds none."""
+    if pc.all(good).as_py():
+        chunks = file.metadata.row_group(group)
+        columns = (chunks.column(number) for number in range(chunks.num_columns))
+        return int(next(column.num_values for column in columns if column.path_in_schema.startswith(f"{name}.")))
+    table = file.read_row_group(group, columns=[name])
+    return pc.sum(pc.list_value_length(table[name]).filter(good)).as_py() or 0
 
 
 def reason_class(error: str) -> str:

@@ -244,3 +244,5 @@ def test_counts_of_tokens_reasoning_and_sources_go_over_what_can_be_trained_on(t
         "ids_source": {"engine": 1, "rendered_verified": 1},
         "reasons": {"HTTP 400": 2, "too short": 1},
     }
+    good = summary(write_parts(tmp_path, traces[:2], {}))
+    assert (good["prompt_tokens"], good["generated_tokens"]) == (4, 6)
