@@ -3,8 +3,8 @@
 Captured and imported folders are written here alike. A part appears under its name whole or not at all. Parts without
 a journal are complete; while the journal is there, parts that were sealed from just what it holds are taken over, so a
 crash in sealing costs one part. The counts are read back from the files: what is on disk is what is reported. Sealing
-a capture holds some blocks of records in memory (`gathering`), writing imported traces one part's, counting one row
-group's keys (its ids only where some of them do not count).
+a capture holds some blocks of records in memory (`gathering`), writing imported traces one part's, counting one part's
+keys and, where not all rows count, one row group's ids.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def summary(parts: Sequence[Path]) -> dict[str, Any]:
     sources: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
-    for file, group in _row_groups(parts):
-        table = file.read_row_group(group, columns=COLUMNS)
+    for part in parts:
+        table = pq.read_table(part, columns=COLUMNS)
         keys.append(pc.unique(table["question_key"]))
         states.update(_counts(table["state"]))
         for error, count in _counts(table["error"]).items():
@@ -144,7 +144,7 @@ def summary(parts: Sequence[Path]) -> dict[str, Any]:
         sources.update(_counts(table["ids_source"].filter(good)))
         tokens["with_reasoning"] += pc.sum(pc.and_(good, pc.is_valid(table["reasoning_span"]))).as_py() or 0
         for name in ("prompt", "generated"):
-            tokens[f"{name}_tokens"] += _ids_of(file, group, f"{name}_ids", good)
+            tokens[f"{name}_tokens"] += sum(_ids_by_group(part, f"{name}_ids", good))
     return {
         "questions": pc.count_distinct(pa.chunked_array(keys, pa.string())).as_py(),
         "traces": states.total(),
@@ -155,21 +155,20 @@ def summary(parts: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _row_groups(parts: Sequence[Path]) -> Iterator[tuple[pq.ParquetFile, int]]:
-    for part in parts:
-        with pq.ParquetFile(part) as file:
-            for number in range(file.num_row_groups):
-                yield file, number
-
-
-def _ids_of(file: pq.ParquetFile, group: int, name: str, good: pa.ChunkedArray) -> int:
-    """How many ids the `good` rows of a row group hold in a column, where no good row holds none."""
-    if pc.all(good).as_py():
-        chunks = file.metadata.row_group(group)
-        columns = (chunks.column(number) for number in range(chunks.num_columns))
-        return int(next(column.num_values for column in columns if column.path_in_schema.startswith(f"{name}.")))
-    table = file.read_row_group(group, columns=[name])
-    return pc.sum(pc.list_value_length(table[name]).filter(good)).as_py() or 0
+def _ids_by_group(part: Path, name: str, good: pa.ChunkedArray) -> Iterator[int]:
+    """How many ids the `good` rows of each row group hold in a column, where no good row holds none."""
+    with pq.ParquetFile(part) as file:
+        place = file.schema_arrow.names.index(name)
+        start = 0
+        for group in range(file.num_row_groups):
+            found = file.metadata.row_group(group)
+            mine = good.slice(start, found.num_rows)
+            start += found.num_rows
+            if pc.all(mine).as_py():
+                yield found.column(place).num_values
+            else:
+                lengths = pc.list_value_length(file.read_row_group(group, columns=[name])[name])
+                yield pc.sum(lengths.filter(mine)).as_py() or 0
 
 
 def reason_class(error: str) -> str:

@@ -320,19 +320,19 @@ def _ids_of(raw: msgspec.Raw) -> Sequence[int]:
     Raises:
         PassingFault: it holds anything else.
     """
-    text = bytes(raw)
-    if text == b"null":
+    if raw == NOTHING:
         return ()
-    digits = text[1:-1].strip() if text.startswith(b"[") else b""
-    if digits and b"-" not in digits:
+    content = memoryview(raw)
+    if content[0] == ord("["):
+        text = b"".join((content[1:-1], b",-1"))
         try:
-            numbers = np.fromstring(digits + b",-1", np.int64, sep=",")  # the -1 is reached if all before is numbers
+            numbers = np.fromstring(text, np.int64, sep=",")  # the -1 is reached if all before it is numbers
         except ValueError:
             numbers = np.empty(0, np.int64)
         ids = numbers[:-1]
-        if len(ids) and numbers[-1] == -1 and ids.min() >= 0 and ids.max() < 2**31:
+        if len(ids) and numbers[-1] == -1 and text.count(b"-") == 1 and ids.min() >= 0 and ids.max() < 2**31:
             return array("i", ids.astype(np.int32).tobytes())
-    return _decoded(text, list[TokenId], "chat completion")  # none, or it says what is wrong
+    return _decoded(bytes(raw), list[TokenId], "chat completion")  # none, or it says what is wrong
 
 
 def _ids_logged(tokens: Sequence[str]) -> list[int]:

@@ -158,7 +158,23 @@ async def test_no_ids_are_none(ids: Any) -> None:
 
 @pytest.mark.parametrize(
     "ids",
-    [[7, -2], [2**31], [10**30, 1], [7, 2.5], [2.0], [7, "2"], "7,2", [[7], [2]], [7, None], [True], 7, {"a": 7}],
+    [
+        [7, -2],
+        [7, -1],
+        [7, -1.5],
+        [7, -1, "x"],
+        [2**31],
+        [10**30, 1],
+        [7, 2.5],
+        [2.0],
+        [7, "2"],
+        "7,2",
+        [[7], [2]],
+        [7, None],
+        [True],
+        7,
+        {"a": 7},
+    ],
 )
 @pytest.mark.parametrize("place", ["token_ids", "prompt_token_ids"])
 async def test_what_is_no_token_id_is_refused_when_it_arrives(place: str, ids: Any) -> None:
