@@ -23,7 +23,7 @@ from draftsmith.capture.records import RECORD_SCHEMA, Head, integers, table_of
 from draftsmith.capture.segments import BLOCK_BYTES, Log, Packed
 
 CACHE_BYTES = 24 << 20
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 4 << 20
 """Of one table that is handed out."""
 TOO_OFTEN = 4
 """Times that blocks may be read on average before the scratch file is cheaper."""
