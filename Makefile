@@ -18,7 +18,7 @@ serve-demo: demo vllm  ## vLLM on CPU with and without the demo's draft: accepta
 	    --set measure.questions=builtin:arithmetic --set measure.limit=100 --set measure.rounds=1 \
 	    --set measure.timing_questions=1 --set export.dtype=float32 \
 	    --set serving.engine=vllm --set serving.python=$(VLLM_VENV)/bin/python --set serving.dtype=float32 \
-	    --set serving.concurrency=[1,4,16] --set serving.limit=32 --set serving.extra=[--enforce-eager]
+	    --set serving.concurrency=[1,4,16] --set serving.limit=100 --set serving.extra=[--enforce-eager]
 
 test: install-test lint  ## every test, with coverage of src/
 	$(BIN)/python -m pytest --cov=src --cov-report=term:skip-covered --cov-fail-under=85

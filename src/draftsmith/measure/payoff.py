@@ -226,7 +226,7 @@ class Replies:
     """What a measurement of whole replies holds besides decoding steps, per request."""
 
     prefill: float
-    """Seconds until the first token, the same with and without draft."""
+    """Seconds until the first token of a request that is alone, without draft."""
     tokens: float
     """Generated tokens, the first one included."""
 
@@ -234,16 +234,18 @@ class Replies:
 def whole_speedup(cell: Prediction, times: StepTimes, replies: Replies, draft_prefill: float = 0.0) -> float:
     """The ratio of output tokens per second over whole replies, prefill included.
 
+    What of the engine's time a reply takes: its own prompt's, during which the others wait, and its share of the steps
+    that all take together. (Where an engine reads prompts beside its steps at no cost, prefill weighs less than this.)
+
     Args:
         cell: the prediction for decoding alone.
         times: of its concurrency.
         replies: of the measurement.
         draft_prefill: seconds that the draft adds to the prefill.
     """
-    plain = replies.prefill + (replies.tokens - 1) * times.target
-    drafted = (
-        replies.prefill + draft_prefill + (replies.tokens - 1) / cell.acceptance_length * times.step(cell.draft_tokens)
-    )
+    later = (replies.tokens - 1) / times.concurrency
+    plain = replies.prefill + later * times.target
+    drafted = replies.prefill + draft_prefill + later / cell.acceptance_length * times.step(cell.draft_tokens)
     return plain / drafted
 
 

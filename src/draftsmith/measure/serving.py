@@ -63,10 +63,12 @@ def serve_and_measure(
         everything = measure.model_copy(update={"rounds": 1})
         whole = measure_served(run, everything, ServedSettings(**servers | {"concurrency": [most]}), progress)
         served = whole
-        if settings.rounds > 1 or settings.concurrency != [most]:  # else that was a timed round already
-            limit = max(settings.limit, PER_REQUEST * most)
+        limit = min(max(settings.limit, PER_REQUEST * most), there)
+        once = settings.rounds == 1 and limit == there  # then that was a timed round already
+        left = [level for level in settings.concurrency if not (once and level == most)]
+        if left:
             timed = measure.model_copy(update={"rounds": settings.rounds, "limit": limit})
-            served = measure_served(run, timed, ServedSettings(**servers), progress)
+            served = measure_served(run, timed, ServedSettings(**servers | {"concurrency": left}), progress)
     found = {
         "plan": plan,
         "engine": draft.engine,

@@ -1,8 +1,10 @@
 """What one step of an engine takes, from where it can be had: served engines, the reference measurement, or typed in.
 
-On a server, `concurrency` requests run at a time. A plain step is the time that replies took after their first token
-over the tokens they got in it; a step with draft is the same time over the drafts the engine counted. Both hold however
-many drafts are accepted, so a prediction needs no more than a few prompts, and not those it will be checked on.
+On a server, `concurrency` requests run at a time. A plain step is the time from one token of a reply to the next, as
+long as the batch is full and no prompt is being read: how often that interrupts depends on how long replies are. A step
+with draft is the same, times the tokens of a step as the engine counts them. Both hold however many drafts are
+accepted, so a prediction needs no more than a few prompts, and not those it will be checked on. What reading a prompt
+takes is timed with one request at a time.
 
 Before there is a draft, a plain server can stand in: checking k+1 tokens of B requests costs about what one token of
 B * (k+1) requests does (the same rows through every weight; attention reads less), and a draft step its share of the
@@ -13,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +30,17 @@ from draftsmith.measure.prompts import Prompt
 from draftsmith.measure.served_bench import Bench, set_up
 from draftsmith.measure.served_checks import connect, judged
 from draftsmith.measure.served_rounds import depth, round_of
+from draftsmith.measure.streaming import Streamed
 from draftsmith.progress import Progress
 from draftsmith.recipe import MeasureSettings, PayoffSettings
 from draftsmith.target.transport import Transport
 
-PER_REQUEST = 2
+PER_REQUEST = 3
 """Prompts per parallel request of a round: the batch stays full for most of it."""
 LEAST_PROMPTS = 6
 """Of a round, however few run at a time: one reply more or less must not decide."""
+FEW_TOKENS = 16
+"""Per request of a round: with fewer that came while no prompt was read, nothing can be said of steps alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +105,7 @@ async def _served(run: Path, settings: PayoffSettings, share: float | None, prog
         measure = MeasureSettings(limit=1 << 20, max_tokens=settings.max_tokens, questions=settings.questions)
         bench = set_up(run, measure, contexts)
         drafting = "draft" in servers
-        wanted = settings.concurrency if drafting else _levels(settings)
+        wanted = sorted({1, *(settings.concurrency if drafting else _levels(settings))})  # 1: for the prompts' own time
         replies = sum(len(_prompts(bench, level)) for level in wanted) * settings.rounds * len(servers)
         found: dict[int, dict[str, list[Load]]] = {}
         cautions: dict[str, None] = {}  # each once, in order
@@ -116,9 +123,14 @@ async def _served(run: Path, settings: PayoffSettings, share: float | None, prog
                         if load.disturbed:
                             others = f"{server.endpoint.shown}: generated tokens for others while steps were timed"
                             cautions |= {others: None}
+    for level in wanted:
+        if any(not _alone(load, level) for loads in found[level].values() for load in loads):
+            short = f"at {level}: prompts were read all the time, so the steps hold their share of it"
+            cautions |= {f"{short}; raise --max-tokens": None}
+    prefill = {side: statistics.median(map(_first, loads)) for side, loads in found[1].items()}
     if drafting:
         server = servers["draft"]
-        levels = tuple(_level(level, loads, server, settings.draft_tokens) for level, loads in found.items())
+        levels = tuple(_level(level, found[level], server, settings, prefill) for level in settings.concurrency)
         told = any(_depth(loads["draft"], server) for loads in found.values())
         taken = "" if told else f" (its steps taken for {settings.draft_tokens} draft tokens, which it does not tell)"
         source = f"measured on {server.engine} with and without the draft{taken}"
@@ -128,7 +140,7 @@ async def _served(run: Path, settings: PayoffSettings, share: float | None, prog
     return Measured(
         source=f"plain steps measured on {servers['baseline'].engine}; checking k+1 tokens taken as k+1 times the "
         f"requests, a draft step as {share:.1%} of a plain one (estimates)",
-        levels=tuple(_estimated(level, plain, settings, share) for level in settings.concurrency),
+        levels=tuple(_estimated(level, plain, settings, share, prefill) for level in settings.concurrency),
         cautions=tuple(cautions),
     )
 
@@ -231,62 +243,94 @@ def _depth(loads: Sequence[Load], server: Server) -> int:
     return depth([round_of(load, server, "") for load in loads])
 
 
-def _level(level: int, loads: Mapping[str, Sequence[Load]], server: Server, draft_tokens: int) -> Level:
-    plain = [_plain_step(load) for load in loads["baseline"]]
-    steps = [_draft_step(load, server.endpoint.shown) for load in loads["draft"]]
-    k = _depth(loads["draft"], server) or draft_tokens
-    first = statistics.median(_first(load, level) for load in loads["baseline"])
+def _level(
+    level: int,
+    loads: Mapping[str, Sequence[Load]],
+    server: Server,
+    settings: PayoffSettings,
+    prefill: Mapping[str, float],
+) -> Level:
+    plain = [_plain_step(load, level) for load in loads["baseline"]]
+    steps = [_draft_step(load, level, server.endpoint.shown) for load in loads["draft"]]
+    k = _depth(loads["draft"], server) or settings.draft_tokens
     return Level(
         times=StepTimes(concurrency=level, target=statistics.median(plain), with_draft={k: statistics.median(steps)}),
-        replies=Replies(prefill=first, tokens=_length(loads["baseline"])),
-        draft_prefill=statistics.median(_first(load, level) for load in loads["draft"]) - first,
+        replies=Replies(prefill=prefill["baseline"], tokens=_length(loads["baseline"])),
+        draft_prefill=prefill["draft"] - prefill["baseline"],
         spread=max(steps) / min(steps),
     )
 
 
-def _estimated(level: int, plain: Mapping[int, Sequence[Load]], settings: PayoffSettings, share: float) -> Level:
-    steps = [_plain_step(load) for load in plain[level]]
+def _estimated(
+    level: int,
+    plain: Mapping[int, Sequence[Load]],
+    settings: PayoffSettings,
+    share: float,
+    prefill: Mapping[str, float],
+) -> Level:
+    steps = [_plain_step(load, level) for load in plain[level]]
     target = statistics.median(steps)
     k = settings.draft_tokens
-    verify = statistics.median(_plain_step(load) for load in plain[level * (k + 1)])
+    wide = level * (k + 1)
+    verify = statistics.median(_plain_step(load, wide) for load in plain[wide])
     return Level(
         times=composed(level, target, {k: verify}, share * target, 0.0),
-        replies=Replies(
-            prefill=statistics.median(_first(load, level) for load in plain[level]), tokens=_length(plain[level])
-        ),
+        replies=Replies(prefill=prefill["baseline"], tokens=_length(plain[level])),
         draft_prefill=0.0,
         spread=max(steps) / min(steps),
     )
 
 
-def _decoding(load: Load) -> float:
-    """Seconds after the first token, summed over the replies."""
-    return sum(reply.parts[-1].at - reply.parts[0].at for reply in load.replies)
-
-
-def _plain_step(load: Load) -> float:
-    later = sum(len(reply.ids) - len(reply.parts[0].ids) for reply in load.replies)
-    if not later:
+def _plain_step(load: Load, level: int) -> float:
+    gaps = _alone(load, level) or [gap for reply in load.replies for gap in _gaps(reply)]
+    tokens = sum(gap.tokens for gap in gaps)
+    if not tokens:
         raise UserError("payoff: expected replies of several tokens to time steps on, found none; raise --max-tokens")
-    return _decoding(load) / later
+    return sum(gap.end - gap.begin for gap in gaps) / tokens
 
 
-def _draft_step(load: Load, shown: str) -> float:
+def _draft_step(load: Load, level: int, shown: str) -> float:
     if not load.drafts:
         raise UserError(f"{shown}: drafted nothing in a round, so its steps cannot be timed")
-    return _decoding(load) / load.drafts
+    tokens = sum(gap.tokens for reply in load.replies for gap in _gaps(reply))
+    return _plain_step(load, level) * tokens / load.drafts
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """From one part of a reply to the next, on this process' clock, and the tokens that came with the next."""
+
+    begin: float
+    end: float
+    tokens: int
+
+
+def _gaps(reply: Streamed) -> list[_Gap]:
+    return [_Gap(reply.sent + before.at, reply.sent + part.at, len(part.ids)) for before, part in pairwise(reply.parts)]
+
+
+def _alone(load: Load, level: int) -> list[_Gap]:
+    """The gaps in which the batch was full and no prompt waited or was read; none where they hold too few tokens."""
+    reading = sorted((reply.sent, reply.sent + reply.first_token) for reply in load.replies)
+    begins = [begin for begin, _ in reading]
+    read_until = list(accumulate((end for _, end in reading), max))
+    ends = (reply.sent + reply.seconds for reply in load.replies)
+    emptying = min(end for end in ends if end > begins[-1])  # nothing is asked any more, so the batch gets smaller
+    found = []
+    for gap in (gap for reply in load.replies for gap in _gaps(reply)):
+        asked = bisect_left(begins, gap.end)
+        if read_until[asked - 1] <= gap.begin and gap.end <= emptying:
+            found.append(gap)
+    return found if sum(gap.tokens for gap in found) >= FEW_TOKENS * level else []
 
 
 def _length(loads: Sequence[Load]) -> float:
     return statistics.mean(load.tokens / len(load.replies) for load in loads)
 
 
-def _first(load: Load, level: int) -> float:
-    """Seconds to the first token of a reply that begins while the others go on.
-
-    The mean, because what replies take adds up; without those that began the round, all at once and on an idle engine.
-    """
-    return statistics.mean(reply.first_token for reply in load.replies[level:] or load.replies)
+def _first(load: Load) -> float:
+    """Seconds to the first token, one request at a time; not the first one's, for which an idle engine takes longer."""
+    return statistics.mean(reply.first_token for reply in load.replies[1:])
 
 
 def _typed(flag: str, values: Sequence[str]) -> dict[int, float]:

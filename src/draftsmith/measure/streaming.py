@@ -55,6 +55,8 @@ class Streamed:
     """Stop id included."""
     finish_reason: str
     parts: tuple[Part, ...]
+    sent: float
+    """When it was asked for, on this process' clock (`time.perf_counter`)."""
     seconds: float
     verified: int | None = None
     """SGLang: the target's forwards after the prompt's own."""
@@ -91,7 +93,7 @@ async def stream(
     deadline = deadline_for(sampling.max_tokens)
     try:
         async with asyncio.timeout(deadline):
-            read, seconds = await _read(transport, endpoint.at(path), content, engine)
+            read, sent, seconds = await _read(transport, endpoint.at(path), content, engine)
     except TimeoutError:
         raise PassingFault(f"no whole reply within {deadline:g} s") from None
     except aiohttp.ClientError as error:
@@ -101,6 +103,7 @@ async def stream(
         ids=tuple(token for part in read.parts for token in part.ids),
         finish_reason=read.finish_reason,
         parts=tuple(read.parts),
+        sent=sent,
         seconds=seconds,
         verified=read.verified,
     )
@@ -144,8 +147,8 @@ def _counted_cycles(reply: Streamed) -> tuple[Cycle, ...] | None:
     return tuple(found)
 
 
-async def _read(transport: Transport, url: str, content: bytes, engine: CountedEngine) -> tuple[_Reader, float]:
-    """A whole reply, and the seconds it took from its request on."""
+async def _read(transport: Transport, url: str, content: bytes, engine: CountedEngine) -> tuple[_Reader, float, float]:
+    """A whole reply, when it was asked for, and the seconds it took from then on."""
     read = READERS[engine]()
     started = time.perf_counter()
     async with transport.session.post(url, data=content, read_bufsize=LINE_BYTES) as response:
@@ -161,7 +164,7 @@ async def _read(transport: Transport, url: str, content: bytes, engine: CountedE
                     raise PassingFault(f"expected a stream of JSON, found something else ({reason})") from None
     if not read.parts or not read.finish_reason:
         raise PassingFault("the stream ended before the reply did")
-    return read, time.perf_counter() - started
+    return read, started, time.perf_counter() - started
 
 
 class _Reader:

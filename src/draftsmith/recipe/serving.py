@@ -50,7 +50,7 @@ class PayoffSettings(Settings):
     questions: Annotated[
         str | None, Field(description="Questions to time steps on; default: the run's own held-out split.")
     ] = None
-    max_tokens: Annotated[int, Field(ge=8, description="Generated tokens of a timed reply at most.")] = 64
+    max_tokens: Annotated[int, Field(ge=8, description="Generated tokens of a timed reply at most.")] = 128
     rounds: Annotated[int, Field(ge=1, description="Timed rounds per concurrency, after a warm-up.")] = 3
     model: Annotated[str | None, Field(description="Model name the servers know; default: the one they serve.")] = None
     api_key_env: Annotated[str, runtime("Environment variable that holds the API key.")] = "OPENAI_API_KEY"
@@ -118,7 +118,7 @@ class ServingSettings(Settings):
     python: Annotated[str | None, runtime("Interpreter of the engine's environment; default: as for `serve`.")] = None
     concurrency: Levels = [1]
     limit: Annotated[
-        int, Field(ge=1, description="Prompts of a timed round; at least two for each request at a time.")
+        int, Field(ge=1, description="Prompts of a timed round; at least three for each request at a time.")
     ] = 16
     rounds: Annotated[int, Field(ge=1, description="Timed rounds, draft and baseline in turn.")] = 3
     context: Annotated[int | None, Field(ge=16, description="Ids of a request at most.")] = 1024

@@ -29,7 +29,9 @@ def load(length: int, engine: CountedEngine = "llamacpp", drafts: bool = True) -
         for step in range(1, steps + 1):
             parts.append(Part(float(step), (7,) * length, K * step, (length - 1) * step, float(step)))
         ids = (7,) * (1 + steps * length)
-        replies.append(Streamed(key=f"q{number}", ids=ids, finish_reason="length", parts=tuple(parts), seconds=1.0))
+        replies.append(
+            Streamed(key=f"q{number}", ids=ids, finish_reason="length", parts=tuple(parts), sent=0.0, seconds=1.0)
+        )
     steps = QUESTIONS * (TOKENS // length) if drafts else 0
     counted = Counters(
         engine=engine, drafts=steps, draft_tokens=K * steps, accepted=(length - 1) * steps, per_position=(steps,) * K

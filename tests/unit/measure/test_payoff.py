@@ -94,6 +94,12 @@ def test_prefill_draws_a_speed_up_towards_one() -> None:
     )
 
 
+def test_a_prompt_of_ones_own_weighs_more_the_more_share_the_steps() -> None:
+    engine = times(10, 0.02, k3=0.024)
+    whole = whole_speedup(predict([0.6], engine, 3), engine, Replies(prefill=0.2, tokens=101), draft_prefill=0.1)
+    assert whole == pytest.approx((0.2 + 100 / 10 * 0.02) / (0.3 + 100 / 10 / 2.176 * 0.024))
+
+
 @pytest.mark.parametrize("wrong", [[], [1.2], [-0.1]])
 def test_acceptance_that_is_no_share_is_refused(wrong: list[float]) -> None:
     with pytest.raises(UserError, match="expected shares from 0 to 1"):

@@ -37,27 +37,56 @@ def asked(*concurrency: int, **values: Any) -> PayoffSettings:
     return PayoffSettings(concurrency=list(concurrency or (1,)), rounds=1, **values)
 
 
-def load(*replies: list[tuple[float, int]], drafts: int = 0) -> Load:
+def load(*replies: list[tuple[float, int]], sent: tuple[float, ...] = (), drafts: int = 0) -> Load:
     """Replies given as parts: when each came, and of how many ids."""
     streamed = []
-    for parts in replies:
+    for parts, begin in zip(replies, sent or (0.0,) * len(replies), strict=True):
         made = tuple(Part(at, (1,) * count) for at, count in parts)
         ids = tuple(token for part in made for token in part.ids)
-        streamed.append(Streamed(key="q", ids=ids, finish_reason="stop", parts=made, seconds=made[-1].at))
+        streamed.append(Streamed(key="q", ids=ids, finish_reason="stop", parts=made, sent=begin, seconds=made[-1].at))
     return Load(replies=tuple(streamed), seconds=9.0, counted=Counters(engine="vllm", drafts=drafts))
 
 
 def test_a_plain_step_is_the_time_behind_the_first_token_over_the_tokens_in_it() -> None:
-    assert _plain_step(load([(2.0, 1), (2.1, 1), (2.3, 2)], [(5.0, 1), (5.3, 3)])) == pytest.approx(0.6 / 6)
+    assert _plain_step(load([(2.0, 1), (2.1, 1), (2.3, 2)], [(5.0, 1), (5.3, 3)]), 1) == pytest.approx(0.6 / 6)
+
+
+def decoding(first: float, step: float, count: int, *, waits: tuple[int, float] = (0, 0.0)) -> list[tuple[float, int]]:
+    """A reply of `count` ids a step apart; before one of them it waits while another's prompt is read."""
+    place, seconds = waits
+    return [(first + step * number + (seconds if number >= place > 0 else 0.0), 1) for number in range(count)]
+
+
+def test_a_step_is_timed_while_no_prompt_is_read_and_the_batch_is_full() -> None:
+    # Two at a time. When the second has ended, a third's prompt keeps the first waiting; once that ends, one is left.
+    first, second = decoding(2.0, 0.1, 60, waits=(40, 3.0)), decoding(2.0, 0.1, 40)
+    third = decoding(3.0, 0.05, 90)
+    found = _plain_step(load(first, second, third, sent=(0.0, 0.0, 5.95)), 2)
+    assert found == pytest.approx((0.1 * (39 + 19 + 39) + 0.05 * 39) / (39 + 19 + 39 + 39), rel=0.01)
+
+
+def test_where_too_few_tokens_came_undisturbed_all_of_them_count() -> None:
+    assert _plain_step(load(decoding(2.0, 0.1, 60, waits=(40, 3.0))), 60) == pytest.approx((5.9 + 3.0) / 59)
+
+
+def test_where_prompts_are_read_all_the_time_it_is_said(run: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(steptimes, "FEW_TOKENS", 1 << 20)
+    with server("vllm", run) as baseline:
+        settings = asked(1, baseline_server=baseline.url, draft_tokens=1)
+        found = served_steps(run, settings, 0.1, QUIET)
+    assert found.cautions == tuple(
+        f"at {level}: prompts were read all the time, so the steps hold their share of it; raise --max-tokens"
+        for level in (1, 2)
+    )
 
 
 def test_a_step_with_draft_is_the_same_time_over_the_drafts_counted() -> None:
-    assert _draft_step(load([(2.0, 1), (2.5, 4)], [(2.0, 1), (2.3, 2)], drafts=4), "") == pytest.approx(0.8 / 4)
+    assert _draft_step(load([(2.0, 1), (2.5, 4)], [(2.0, 1), (2.3, 2)], drafts=4), 1, "") == pytest.approx(0.8 / 4)
 
 
 def test_a_round_without_a_draft_has_no_step_of_one() -> None:
     with pytest.raises(UserError, match="http://here: drafted nothing in a round"):
-        _draft_step(load([(2.0, 1), (2.5, 4)]), "http://here")
+        _draft_step(load([(2.0, 1), (2.5, 4)]), 1, "http://here")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
@@ -68,7 +97,10 @@ def test_both_servers_are_timed_at_every_concurrency_and_the_depth_is_the_server
     for level in measured.levels:
         assert list(level.times.with_draft) == [3] and level.times.target > 0
         assert level.replies is not None and level.replies.tokens == 30
-    assert measured.source == f"measured on {engine} with and without the draft" and measured.cautions == ()
+    assert measured.source == f"measured on {engine} with and without the draft"
+    assert all(
+        "prompts were read all the time" in caution for caution in measured.cautions
+    )  # replies take no time here
     warm_up, timed = PER_REQUEST * (1 + 2), 2 * LEAST_PROMPTS  # few requests at a time are timed on some more prompts
     assert len(draft.asked) == len(baseline.asked) == warm_up + timed
 
@@ -104,7 +136,8 @@ def test_more_at_a_time_than_there_are_questions_asks_them_again(run: Path) -> N
         measured = served_steps(run, asked(5, baseline_server=baseline.url, draft_tokens=1), 0.1, QUIET)
     assert measured.levels[0].times.concurrency == 5
     prompts = [tuple(body["prompt"]) for body in baseline.asked]
-    assert len(prompts) == 2 * PER_REQUEST * (5 + 10) and len(set(prompts)) == 6
+    prompts_alone = PER_REQUEST + LEAST_PROMPTS  # one at a time: what reading them takes
+    assert len(prompts) == 2 * PER_REQUEST * (5 + 10) + prompts_alone and len(set(prompts)) == 6
 
 
 def test_a_plain_server_stands_in_for_one_that_drafts_and_it_is_said(run: Path) -> None:
@@ -113,7 +146,8 @@ def test_a_plain_server_stands_in_for_one_that_drafts_and_it_is_said(run: Path) 
     assert "a draft step as 25.0% of a plain one (estimates)" in measured.source
     times = measured.levels[0].times
     assert list(times.with_draft) == [3] and times.step(3) > 3 * 0.25 * times.target
-    warm_up, timed = PER_REQUEST * (2 + 8), LEAST_PROMPTS + PER_REQUEST * 8  # 4 tokens of 2 requests: as 8 requests
+    # 4 tokens of 2 requests are as 8 requests; one at a time for what the prompts take.
+    warm_up, timed = PER_REQUEST * (1 + 2 + 8), 2 * LEAST_PROMPTS + PER_REQUEST * 8
     assert len(baseline.asked) == warm_up + timed
 
 
