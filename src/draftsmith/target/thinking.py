@@ -175,12 +175,13 @@ def text_of(template: Template, generated_ids: Sequence[int], span: Span | None,
     if span is None:
         return ""
     start, stop = span
+    if windows is None:
+        return template.readable(generated_ids[start:stop])
     while stop > start and generated_ids[stop - 1] in template.stop_ids:
         stop -= 1
-    ids = generated_ids[start:stop]
-    numbers = np.asarray(ids)
-    if windows is None or any((numbers == index).any() for index in template.stop_ids):
-        return template.readable(ids)
+    ids = np.asarray(generated_ids[start:stop])
+    if any((ids == index).any() for index in template.stop_ids):  # inside, which the joined text does not leave out
+        return template.readable(generated_ids[start:stop])
     return windows.text(start, stop).strip()
 
 
