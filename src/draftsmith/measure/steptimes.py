@@ -125,7 +125,7 @@ async def _served(run: Path, settings: PayoffSettings, share: float | None, prog
                             cautions |= {others: None}
     for level in wanted:
         if any(not _alone(load, level) for loads in found[level].values() for load in loads):
-            short = f"at {level}: prompts were read all the time, so the steps hold their share of it"
+            short = f"at {level}: too few tokens came while no prompt was read, so the steps hold the share of prompts"
             cautions |= {f"{short}; raise --max-tokens": None}
     prefill = {side: statistics.median(map(_first, loads)) for side, loads in found[1].items()}
     if drafting:
