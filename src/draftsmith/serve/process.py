@@ -1,17 +1,20 @@
 """An engine as a child process: started in a group of its own, watched until it answers, and ended with its children.
 
 What it prints goes to a log file, whose last line is shown while it loads. SIGTERM ends it, SIGKILL what is left of its
-group. A server that already answers at the address is never taken for ours.
+group. On Linux it gets a SIGTERM also where this process ends without a word (killed, or its terminal closed), so that
+none holds a GPU that nobody uses. A server that already answers at the address is never taken for ours.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -33,6 +36,9 @@ TAIL_BYTES = 16384
 TAIL_LINES = 20
 SHOWN = 200
 """Characters of the last line, shown while it loads."""
+PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that a process gets when the thread that started it ends."""
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -89,6 +95,7 @@ def running(
                 stderr=subprocess.STDOUT,
                 env={**(os.environ if environment is None else environment), **PRIVATE},
                 start_new_session=True,
+                preexec_fn=_end_with_parent if LIBC else None,
             )
     except OSError as error:
         raise UserError(f"{words[0]}: the engine cannot be started ({error.strerror}); give another --python") from None
@@ -126,6 +133,12 @@ def tail(log: Path, count: int = TAIL_LINES) -> list[str]:
         text = COLOUR.sub("", file.read().decode(errors="replace"))
     lines = [line.strip() for line in re.split(r"[\r\n]", text)]
     return [line for line in lines if line][-count:]
+
+
+def _end_with_parent() -> None:
+    """Runs in the child, before the engine's program."""
+    assert LIBC is not None
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait(

@@ -127,6 +127,35 @@ def test_an_engine_that_ignores_sigterm_is_killed(
     assert engine.returncode == -signal.SIGKILL
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent has ended")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_an_engine_ends_with_whoever_started_it_however_that_ends(number: int, launch: Launch, tmp_path: Path) -> None:
+    log, ready = tmp_path / "engine.log", tmp_path / "ready"
+    holder = f"""
+import sys, time
+from pathlib import Path
+from draftsmith.progress import Progress
+from draftsmith.serve import process
+from draftsmith.serve.commands import Launch
+words = [sys.executable, "-c", {ENGINE!r}, {str(launch.port)!r}, {str(tmp_path / "child")!r}, "plain"]
+process.command = lambda launch: words
+with process.running({launch!r}, Path({str(log)!r}), Progress(), 30) as engine:
+    Path({str(ready)!r}).write_text(str(engine.pid))
+    time.sleep(600)
+"""
+    started = subprocess.Popen([sys.executable, "-c", holder], stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        assert soon(lambda: ready.exists() and ready.read_text() != "")
+        engine_id, child = int(ready.read_text()), int((tmp_path / "child").read_text())
+        started.send_signal(number)
+        assert started.wait(10) == -number
+        assert soon(lambda: gone(engine_id))
+    finally:
+        started.kill()
+        with suppress(ProcessLookupError, UnboundLocalError):
+            os.kill(child, signal.SIGKILL)  # the stand-in's, which ignores what would end an engine's own
+
+
 def test_an_engine_that_dies_while_it_loads_is_quoted(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: Progress
 ) -> None:
