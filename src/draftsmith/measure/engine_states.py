@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,8 +34,8 @@ def states_link(scene: Scene, server: Server, prompt: Alive, export: Exported | 
     if server.engine != "vllm":
         return skipped(LINK, f"{server.engine} hands out no hidden states")
     path = _path(server, prompt)
-    if path is None:
-        return skipped(LINK, "this vLLM was not started with a hidden-states connector")
+    if isinstance(path, str):
+        return skipped(LINK, path)
     found = _load(path)
     if found is None:
         return skipped(LINK, f"{path}, which vLLM names, cannot be read here: run this on the server's own host")
@@ -52,28 +51,18 @@ def _compared(scene: Scene, found: Mapping[str, Tensor], wanted: list[int] | tup
     columns = [_nearest(states[:, column], ours, scene.depth) for column in range(states.shape[1])]
     said = ", ".join(f"output of layer {layer} ({distance:.1%} off)" for layer, distance in columns)
     taken, worst = [layer for layer, _ in columns], max(distance for _, distance in columns)
-    suspects = []
+    suspect = None
     if worst > SAME_STATES:
-        suspects.append(
-            Suspect(
-                name="quantised or other target",
-                link=LINK,
-                found=f"the engine's states are nearest to {said}",
-                change="serve the target that the draft was trained on, at its own precision",
-                restored=1.0,
-                certain=True,
-            )
+        suspect = _sure(
+            name="quantised or other target",
+            found=f"the engine's states are nearest to {said}",
+            change="serve the target that the draft was trained on, at its own precision",
         )
     elif not {*wanted} <= {*taken} and len(taken) >= len(wanted):
-        suspects.append(
-            Suspect(
-                name="layer ids",
-                link=LINK,
-                found=f"the engine hands out {said}; the draft reads outputs of {list(wanted)}",
-                change="give the engine the draft's own layer ids",
-                restored=1.0,
-                certain=True,
-            )
+        suspect = _sure(
+            name="layer ids",
+            found=f"the engine hands out {said}; the draft reads outputs of {list(wanted)}",
+            change="give the engine the draft's own layer ids",
         )
     return Link(
         name=LINK,
@@ -82,8 +71,12 @@ def _compared(scene: Scene, found: Mapping[str, Tensor], wanted: list[int] | tup
         noise=None,
         loss=None,
         note=f"nearest to {said}",
-        suspects=tuple(suspects),
+        suspects=(suspect,) if suspect else (),
     )
+
+
+def _sure(name: str, found: str, change: str) -> Suspect:
+    return Suspect(name=name, link=LINK, found=found, change=change, restored=1.0, certain=True)
 
 
 def _nearest(states: Tensor, ours: Alive, depth: int) -> tuple[int, float]:
@@ -94,19 +87,18 @@ def _nearest(states: Tensor, ours: Alive, depth: int) -> tuple[int, float]:
     return best, distances[best]
 
 
-def _path(server: Server, prompt: Alive) -> Path | None:
-    """Where vLLM says that it puts the states of the prompt; None where it says nothing of the kind."""
+def _path(server: Server, prompt: Alive) -> Path | str:
+    """Where vLLM says that it puts the states of the prompt, or why that is not known."""
     body = {"model": server.model, "prompt": list(prompt.prompt), "max_tokens": 1, "temperature": 0.0}
-    request = urllib.request.Request(
-        server.endpoint.at("/completions"), json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json"} | server.transport.authorization
+    request = urllib.request.Request(server.endpoint.at("/completions"), json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
             found = json.load(answer).get("kv_transfer_params") or {}
-    except (urllib.error.URLError, TimeoutError, ValueError):
-        return None
+    except (OSError, ValueError) as error:
+        return f"expected the server's answer to a prompt, found none ({error})"
     path = found.get("hidden_states_path")
-    return Path(path) if path else None
+    return Path(path) if path else "this vLLM was not started with a hidden-states connector"
 
 
 def _load(path: Path) -> dict[str, Tensor] | None:

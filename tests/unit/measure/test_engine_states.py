@@ -47,14 +47,17 @@ def scene(model: Any) -> Scene:
 
 @pytest.fixture
 def vllm() -> Iterator[Callable[[dict[str, Any]], Any]]:
-    """Starts a server whose completions carry these fields; returns it as measurements know it."""
+    """Starts a server that asks for a key and whose completions carry these fields; as measurements know it."""
     servers = []
 
-    def start(fields: dict[str, Any]) -> Any:
+    def start(fields: dict[str, Any], key: str = "key") -> Any:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 assert (asked["prompt"], asked["max_tokens"]) == (list(PROMPT), 1)
+                if self.headers["Authorization"] != "Bearer key":
+                    self.send_error(401)
+                    return
                 body = json.dumps({"choices": [{"text": ""}], **fields}).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))
@@ -67,7 +70,8 @@ def vllm() -> Iterator[Callable[[dict[str, Any]], Any]]:
         servers.append(HTTPServer(("127.0.0.1", 0), Handler))
         threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{servers[-1].server_address[1]}/v1"
-        return SimpleNamespace(engine="vllm", model="m", endpoint=Endpoint(url))
+        transport = SimpleNamespace(authorization={"Authorization": f"Bearer {key}"})
+        return SimpleNamespace(engine="vllm", model="m", endpoint=Endpoint(url), transport=transport)
 
     yield start
     for server in servers:
@@ -147,3 +151,11 @@ def test_a_vllm_without_a_connector_and_one_on_another_host_are_told_apart(
     elsewhere = link(scene, vllm({"kv_transfer_params": {"hidden_states_path": str(tmp_path / "not-here")}}))
     assert without.value is None and "not started with a hidden-states connector" in without.note
     assert elsewhere.value is None and "run this on the server's own host" in elsewhere.note
+
+
+def test_a_server_that_refuses_the_prompt_is_not_said_to_lack_a_connector(
+    scene: Scene, vllm: Callable[[dict[str, Any]], Any]
+) -> None:
+    found = link(scene, vllm({}, key="another"))
+    assert found.value is None
+    assert "expected the server's answer to a prompt, found none (HTTP Error 401" in found.note
