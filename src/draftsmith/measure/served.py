@@ -183,7 +183,7 @@ def _verdict(rows: list[dict[str, Any]]) -> str:
 
 def _speed(row: dict[str, Any]) -> str:
     """With its spread, where the rounds do not agree on which server is faster."""
-    least, most = row["speedup_spread"]
+    least, most = row["speedup_spread"] or (row["speedup"],) * 2
     spread = f" (rounds from {least:.2f} to {most:.2f})" if least < 1 < most else ""
     return f"{row['speedup']:.2f}x{spread} with {row['concurrency']}"
 

@@ -1,9 +1,9 @@
 """From rounds to `served.json`: speed, times and acceptance per concurrency, and whether outputs were the same.
 
 Pure. A round's speed-up is the ratio of the two servers' output tokens per second in that round; medians over rounds
-are reported, with the least and the largest. Acceptance is counted in the draft's steps where the engine shows them,
-without replies that only repeat themselves and without what lies behind the end of a reply; the engine's own counters,
-which know neither, stand beside it under their own names.
+are reported, with the least and the largest where there are several. Acceptance is counted in the draft's steps where
+the engine shows them, without replies that only repeat themselves and without what lies behind the end of a reply; the
+engine's own counters, which know neither, stand beside it under their own names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def level(
         "tokens_per_second": _median([one.tokens_per_second for one in draft], 2),
         "baseline_tokens_per_second": _median([one.tokens_per_second for one in baseline], 2),
         "speedup": _median(speedups, 4),
-        "speedup_spread": [round(min(speedups), 4), round(max(speedups), 4)] if speedups else None,
+        "speedup_spread": [round(min(speedups), 4), round(max(speedups), 4)] if len(speedups) > 1 else None,
         "time_per_output_token": _times(_per_token(draft)),
         "baseline_time_per_output_token": _times(_per_token(baseline)),
         "time_to_first_token": _times(_first_tokens(draft)),

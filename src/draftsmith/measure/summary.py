@@ -83,8 +83,9 @@ def _speed(value: float | None) -> str:
 def _gain(level: dict[str, Any]) -> str:
     if level["speedup"] is None:
         return "-"
-    least, most = level["speedup_spread"]
-    return f"{level['speedup']:.2f}x ({least:.2f}-{most:.2f})"
+    spread = level["speedup_spread"]
+    said = f"{spread[0]:.2f}-{spread[1]:.2f}" if spread else "one round"
+    return f"{level['speedup']:.2f}x ({said})"
 
 
 def _milliseconds(name: str) -> Callable[[dict[str, Any]], str]:

@@ -61,6 +61,7 @@ def speedup_chart(levels: list[dict[str, Any]]) -> Chart | None:
     known = [level for level in levels if level["speedup"] is not None]
     if not known:
         return None
+    spreads = [level["speedup_spread"] or [level["speedup"]] * 2 for level in known]  # one round has none
     figure = go.Figure(layout=layout("requests at a time", "speed-up", shapes=[EVEN_LINE]))
     figure.add_scatter(
         x=[level["concurrency"] for level in known],
@@ -68,8 +69,8 @@ def speedup_chart(levels: list[dict[str, Any]]) -> Chart | None:
         error_y={
             "type": "data",
             "symmetric": False,
-            "array": [level["speedup_spread"][1] - level["speedup"] for level in known],
-            "arrayminus": [level["speedup"] - level["speedup_spread"][0] for level in known],
+            "array": [most - level["speedup"] for level, (_, most) in zip(known, spreads, strict=True)],
+            "arrayminus": [level["speedup"] - least for level, (least, _) in zip(known, spreads, strict=True)],
         },
         mode="lines+markers",
         name="Speed-up",
@@ -85,7 +86,8 @@ def speedup_chart(levels: list[dict[str, Any]]) -> Chart | None:
         figure=figure_json(figure),
         head=["requests at a time", "speed-up", "least", "largest"],
         rows=[
-            [str(level["concurrency"]), *map(number, (level["speedup"], *level["speedup_spread"]))] for level in known
+            [str(level["concurrency"]), *map(number, (level["speedup"], *(level["speedup_spread"] or (None, None))))]
+            for level in known
         ],
     )
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from captured_run import END, OPEN, make_captured_run, said, server
 from draftsmith.artifacts import Plan, Stage, build, read_json, write_json
@@ -52,6 +54,16 @@ def test_both_servers_are_asked_the_same_in_turn_and_the_result_says_what_each_d
         assert len(level["rounds"]) == 2
     assert served_table(result).row_count >= 9
     assert without_salts(draft.asked) == without_salts(baseline.asked)
+
+
+def test_one_round_is_called_so_and_has_no_spread(run: Path) -> None:
+    with server("vllm", run, plan=(2, 0)) as draft, server("vllm", run) as baseline:
+        result = measured(run, draft.url, baseline.url, rounds=1)
+    [level] = result["levels"]
+    assert level["speedup"] > 0 and level["speedup_spread"] is None
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(served_table(result))
+    assert f"{level['speedup']:.2f}x (one round)" in console.export_text()
 
 
 @pytest.mark.parametrize("engine", ["vllm", "llamacpp"])

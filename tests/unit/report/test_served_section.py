@@ -53,6 +53,13 @@ def test_speed_and_acceptance_are_drawn_over_concurrency_with_their_spread() -> 
     assert "30 of 32 greedy replies were the same" in section.says
 
 
+def test_one_round_has_no_spread_to_draw_or_to_list() -> None:
+    section = served(result({**level(1, 1.4), "speedup_spread": None}), "abc")
+    assert section is not None
+    assert section.charts[0].rows == [["1", "1.400", "–", "–"]]
+    assert section.charts[0].figure["data"][0]["error_y"]["array"] == [0]
+
+
 def test_one_side_alone_has_no_speed_up_and_an_earlier_draft_is_named() -> None:
     section = served(result(level(1, None)), "another")
     assert section is not None
