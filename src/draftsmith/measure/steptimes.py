@@ -106,27 +106,7 @@ async def _served(run: Path, settings: PayoffSettings, share: float | None, prog
         bench = set_up(run, measure, contexts)
         drafting = "draft" in servers
         wanted = sorted({1, *(settings.concurrency if drafting else _levels(settings))})  # 1: for the prompts' own time
-        replies = sum(len(_prompts(bench, level)) for level in wanted) * settings.rounds * len(servers)
-        found: dict[int, dict[str, list[Load]]] = {}
-        cautions: dict[str, None] = {}  # each once, in order
-        with progress.track("step times", replies, "replies") as tracker:
-            for level in wanted:
-                prompts = _prompts(bench, level)
-                found[level] = {side: [] for side in servers}
-                for server in servers.values():
-                    cautions |= dict.fromkeys(await _warm_up(server, bench, prompts[: PER_REQUEST * level], level))
-                for _ in range(settings.rounds):
-                    for side, server in servers.items():
-                        load = await run_load(server, prompts, bench.samplings, bench.stop_ids, level, lambda: None)
-                        found[level][side].append(load)
-                        tracker.update(tracker.done + len(prompts))
-                        if load.disturbed:
-                            others = f"{server.endpoint.shown}: generated tokens for others while steps were timed"
-                            cautions |= {others: None}
-    for level in wanted:
-        if any(not _alone(load, level) for loads in found[level].values() for load in loads):
-            short = f"at {level}: too few tokens came while no prompt was read, so the steps hold the share of prompts"
-            cautions |= {f"{short}; raise --max-tokens": None}
+        found, cautions = await _timed(servers, bench, wanted, settings.rounds, progress)
     prefill = {side: statistics.median(map(_first, loads)) for side, loads in found[1].items()}
     if drafting:
         server = servers["draft"]
@@ -134,15 +114,49 @@ async def _served(run: Path, settings: PayoffSettings, share: float | None, prog
         told = any(_depth(loads["draft"], server) for loads in found.values())
         taken = "" if told else f" (its steps taken for {settings.draft_tokens} draft tokens, which it does not tell)"
         source = f"measured on {server.engine} with and without the draft{taken}"
-        return Measured(source=source, levels=levels, cautions=tuple(cautions))
+        return Measured(source=source, levels=levels, cautions=cautions)
     assert share is not None
     plain = {level: loads["baseline"] for level, loads in found.items()}
     return Measured(
         source=f"plain steps measured on {servers['baseline'].engine}; checking k+1 tokens taken as k+1 times the "
         f"requests, a draft step as {share:.1%} of a plain one (estimates)",
         levels=tuple(_estimated(level, plain, settings, share, prefill) for level in settings.concurrency),
-        cautions=tuple(cautions),
+        cautions=cautions,
     )
+
+
+async def _timed(
+    servers: Mapping[str, Server], bench: Bench, levels: Sequence[int], rounds: int, progress: Progress
+) -> tuple[dict[int, dict[str, list[Load]]], tuple[str, ...]]:
+    """The rounds per concurrency and side, and what a reader should know of them."""
+    found: dict[int, dict[str, list[Load]]] = {}
+    cautions: dict[str, None] = {}  # each once, in order
+    replies = sum(len(_prompts(bench, level)) for level in levels) * rounds * len(servers)
+    with progress.track("step times", replies, "replies") as tracker:
+        for level in levels:
+            prompts = _prompts(bench, level)
+            found[level] = {side: [] for side in servers}
+            for server in servers.values():
+                cautions |= dict.fromkeys(await _warm_up(server, bench, prompts[: PER_REQUEST * level], level))
+            for _ in range(rounds):
+                for side, server in servers.items():
+                    load = await run_load(server, prompts, bench.samplings, bench.stop_ids, level, lambda: None)
+                    found[level][side].append(load)
+                    tracker.update(tracker.done + len(prompts))
+                    cautions |= dict.fromkeys(_cautions(load, server, level))
+    return found, tuple(cautions)
+
+
+def _cautions(load: Load, server: Server, level: int) -> list[str]:
+    found = []
+    if load.disturbed:
+        found.append(f"{server.endpoint.shown}: generated tokens for others while steps were timed")
+    if not _alone(load, level):
+        found.append(
+            f"at {level}: too few tokens came while no prompt was read, so the steps hold the share of prompts; raise "
+            "--max-tokens"
+        )
+    return found
 
 
 async def _warm_up(server: Server, bench: Bench, prompts: Sequence[Prompt], level: int) -> list[str]:
