@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from draftsmith.draft.cache import DraftCache, extend
 from draftsmith.draft.eagle3 import Eagle3Draft
 from draftsmith.errors import UserError
 from draftsmith.measure.decode import Verifier
+from draftsmith.target import direct
 
 CANDIDATE = re.compile(r"seq_id (\d+), draft candidate +(\d+), pos +(\d+): +(\d+) ")
 DRAFTED = re.compile(r"task (\d+) \| generate_draft: id=(-?\d+), #tokens=(\d+), #draft=(\d+)")
@@ -31,6 +31,8 @@ DRAFTED = re.compile(r"task (\d+) \| generate_draft: id=(-?\d+), #tokens=(\d+), 
 
 SHOWN = 3
 """Candidates per position that llama.cpp prints."""
+
+REPLY_SECONDS = 1800.0
 
 Chain = tuple[tuple[int, ...], ...]
 """Of each drafted position the candidates, best first, as target ids; the first of each was drafted."""
@@ -93,6 +95,14 @@ def read_drafted(log: Iterable[str]) -> list[Drafted]:
     return found
 
 
+def by_reply(drafted: Sequence[Drafted], replies: Sequence[Mapping[str, Any]]) -> list[list[Drafted]]:
+    """The draftings of each reply, asked one after the other. A reply too short to draft in has none, and its task is
+    not in the log."""
+    tasks = iter(sorted({one.task for one in drafted if one.chain}))
+    owners = [next(tasks) if reply["timings"].get("draft_n") else None for reply in replies]
+    return [[one for one in drafted if one.task == owner and one.chain] for owner in owners]
+
+
 def ask(url: str, prompt_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
     """One greedy reply of llama.cpp to prompt ids, as it says it: `tokens`, `timings` with draft counts.
 
@@ -105,11 +115,8 @@ def ask(url: str, prompt_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
         "return_tokens": True,
         "cache_prompt": False,
     }
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/completion", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request) as reply:
-        answer: dict[str, Any] = json.load(reply)
-        return answer
+    answer: dict[str, Any] = json.loads(direct.ask(f"{url}/completion", REPLY_SECONDS, body=json.dumps(body).encode()))
+    return answer
 
 
 @torch.inference_mode()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +18,7 @@ from typing import Literal
 from draftsmith.errors import UserError
 from draftsmith.measure.acceptance import conditional, engine_length
 from draftsmith.recipe import without_credentials
+from draftsmith.target.direct import ask
 from draftsmith.target.endpoints import Endpoint, base_url
 from draftsmith.target.metrics import queue_of
 
@@ -26,7 +26,7 @@ CountedEngine = Literal["vllm", "sglang", "llamacpp"]
 PREFIXES: Mapping[str, CountedEngine] = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llamacpp"}
 """Of metric names, as in vLLM 0.32, SGLang 0.5.23 and llama.cpp of November 2026."""
 GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total", "llamacpp:tokens_predicted_total")
-SAMPLE = re.compile(r"^(\w+):(\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN)", re.MULTILINE)
+SAMPLE = re.compile(r"^(\w+):(\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN)(?=\s|$)", re.MULTILINE)
 POSITION = re.compile(r'position="(\d+)"')
 READ_SECONDS = 30.0
 
@@ -186,14 +186,10 @@ def _sglang_length(info: bytes) -> float | None:
 
 def _get(url: str, headers: Mapping[str, str] | None) -> bytes:
     try:
-        with urllib.request.urlopen(
-            urllib.request.Request(url, headers=dict(headers or {})), timeout=READ_SECONDS
-        ) as r:
-            content: bytes = r.read()
-            return content
+        return ask(url, READ_SECONDS, headers)
     except urllib.error.HTTPError as error:
         if error.code in (404, 501):  # llama.cpp without --metrics says 501
             return b""
         raise UserError(f"{without_credentials(url)}: HTTP {error.code}, expected metrics") from None
-    except (urllib.error.URLError, TimeoutError, ConnectionError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{without_credentials(url)}: the server does not answer ({error})") from None

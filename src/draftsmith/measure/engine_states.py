@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +21,11 @@ from draftsmith.measure.export_link import Exported
 from draftsmith.measure.links import Link, Suspect, skipped
 from draftsmith.measure.load import Server
 from draftsmith.measure.scene import Alive, Scene
+from draftsmith.target.direct import ask
 
 LINK = "engine states"
+UNREADABLE = "cannot be read here"
+"""Of a link's note: the server hands out states, but not to this host."""
 SAME_STATES = 0.05
 """Relative distance of an engine's hidden states from ours; bf16 stays below."""
 ANSWER_SECONDS, WRITTEN_SECONDS, LOOK_SECONDS = 60.0, 30.0, 0.1
@@ -38,7 +40,7 @@ def states_link(scene: Scene, server: Server, prompt: Alive, export: Exported | 
         return skipped(LINK, path)
     found = _load(path)
     if found is None:
-        return skipped(LINK, f"{path}, which vLLM names, cannot be read here: run this on the server's own host")
+        return skipped(LINK, f"{path}, which vLLM names, {UNREADABLE}: run this on the server's own host")
     return _compared(scene, found, export.view.layers if export else scene.store.target["layers"])
 
 
@@ -90,11 +92,10 @@ def _nearest(states: Tensor, ours: Alive, depth: int) -> tuple[int, float]:
 def _path(server: Server, prompt: Alive) -> Path | str:
     """Where vLLM says that it puts the states of the prompt, or why that is not known."""
     body = {"model": server.model, "prompt": list(prompt.prompt), "max_tokens": 1, "temperature": 0.0}
-    headers = {"Content-Type": "application/json"} | server.transport.authorization
-    request = urllib.request.Request(server.endpoint.at("/completions"), json.dumps(body).encode(), headers)
+    asked = json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
-            found = json.load(answer).get("kv_transfer_params") or {}
+        answer = ask(server.endpoint.at("/completions"), ANSWER_SECONDS, server.transport.authorization, asked)
+        found = json.loads(answer).get("kv_transfer_params") or {}
     except (OSError, ValueError) as error:
         return f"expected the server's answer to a prompt, found none ({error})"
     path = found.get("hidden_states_path")

@@ -158,13 +158,13 @@ def _predictions(predicted: dict[str, Any], levels: Sequence[dict[str, Any]]) ->
     ]
 
 
-def _candidates(run: Path, draft: Launch, measure: MeasureSettings, progress: Progress) -> dict[str, Any]:
-    """llama.cpp's draft candidates beside our draft's, over a few prompts, one at a time."""
+def _candidates(run: Path, draft: Launch, measure: MeasureSettings, progress: Progress) -> dict[str, Any] | None:
+    """llama.cpp's candidates beside our draft's, over a few prompts, one at a time; None where it drafted nothing."""
     import torch
 
     from draftsmith.draft.checkpoint import load_draft
     from draftsmith.hidden.target_head import load_target_head
-    from draftsmith.measure.candidates import Alike, alike, ask, read_drafted, reference_chains
+    from draftsmith.measure.candidates import Alike, alike, ask, by_reply, read_drafted, reference_chains
     from draftsmith.measure.decode import Verifier
     from draftsmith.serve.llamacpp import SHOWS_CANDIDATES
     from draftsmith.target.embedded import resolve_model
@@ -178,18 +178,20 @@ def _candidates(run: Path, draft: Launch, measure: MeasureSettings, progress: Pr
     with stopping(abandon), running(one_slot, log, progress, START_SECONDS):
         replies = [ask(one_slot.url, ids, len(row["ids"])) for ids, row in zip(prompts, rows, strict=True)]
     with open(log, encoding="utf-8", errors="replace") as lines:
-        drafted = read_drafted(lines)
+        drafted = by_reply(read_drafted(lines), replies)
     log.unlink()
     cpu = torch.device("cpu")
     ours = load_draft(run / "draft" / "best", load_target_head(run / "hidden"), cpu, torch.float32)
     model = load_model(resolve_model(read_json(run / "hidden" / "target.json")["name"], progress), torch.float32, cpu)
     verifier = Verifier(model, ours.config.aux_layers)
     total = Alike()
-    for task, ids, reply in zip(sorted({one.task for one in drafted}), prompts, replies, strict=True):
-        mine = [one for one in drafted if one.task == task]
-        for one, chain in zip(mine, reference_chains(verifier, ours, [*ids, *reply["tokens"]], mine), strict=True):
-            total += alike(one.chain, chain)
+    for ids, reply, theirs in zip(prompts, replies, drafted, strict=True):
+        if theirs:
+            chains = reference_chains(verifier, ours, [*ids, *reply["tokens"]], theirs)
+            total = sum(map(alike, (one.chain for one in theirs), chains), total)
     verifier.close()
+    if not total.positions:
+        return None
     return {"positions": total.positions, "share": round(total.share, 4), "agrees": total.share >= CANDIDATES}
 
 

@@ -16,8 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +26,7 @@ from draftsmith.errors import DraftsmithError, Interrupted, UserError
 from draftsmith.interrupts import stopping
 from draftsmith.progress import Progress, State, View, clock, harmless
 from draftsmith.serve.commands import PRIVATE, Launch, command, elsewhere
+from draftsmith.target.direct import ask
 
 POLL_SECONDS = 0.25
 STOP_SECONDS = 30.0
@@ -176,10 +175,10 @@ LOADING = View(_loading, lambda state, width, height: Text(_loading(state)[:widt
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=30) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        ask(url, timeout=30)
+    except OSError:
         return False
+    return True
 
 
 def _refuse_taken(launch: Launch) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 RUNNING = (b"vllm:num_requests_running", b"sglang:num_running_reqs", b"llamacpp:requests_processing")
 WAITING = (b"vllm:num_requests_waiting", b"sglang:num_queue_reqs", b"llamacpp:requests_deferred")
-LINE = re.compile(rb"^(%s)(?:\{.*\})? ([0-9.eE+-]+)" % b"|".join(RUNNING + WAITING), re.MULTILINE)
+LINE = re.compile(rb"^(%s)(?:\{.*\})? ([0-9.eE+-]+)(?=\s|$)" % b"|".join(RUNNING + WAITING), re.MULTILINE)
 
 
 class Queue(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 
 from draftsmith.draft.eagle3 import Eagle3Draft
 from draftsmith.errors import UserError
-from draftsmith.measure.candidates import Alike, Drafted, alike, read_drafted, reference_chains
+from draftsmith.measure.candidates import Alike, Drafted, alike, by_reply, read_drafted, reference_chains
 from draftsmith.measure.decode import DraftProposer, Verifier
 from draftsmith.target.loading import load_model
 from draftsmith.target.reply import Sampling
@@ -40,6 +40,13 @@ def test_the_log_gives_the_candidates_of_every_drafting() -> None:
 def test_a_server_of_several_slots_cannot_be_told_apart() -> None:
     with pytest.raises(UserError, match="expected a server with one slot"):
         read_drafted([LOG.splitlines()[1].replace("seq_id 0", "seq_id 1")])
+
+
+def test_a_reply_too_short_to_draft_in_does_not_get_another_ones_drafts() -> None:
+    first, second = Drafted(0, 10, 3, ((1, 2, 3),)), Drafted(44, 12, 4, ((4, 5, 6),))
+    silent = Drafted(46, 13, 5, ())
+    replies = [{"timings": {"draft_n": 4}}, {"timings": {}}, {"timings": {"draft_n": 1}}]
+    assert by_reply([first, second, silent], replies) == [[first], [], [second]]
 
 
 def test_chains_are_compared_up_to_the_first_that_differs() -> None:

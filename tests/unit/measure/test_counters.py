@@ -42,6 +42,13 @@ def test_vllm_counters_are_summed_over_ranks_and_creation_times_are_no_counts() 
     assert found.conditional == pytest.approx([0.70, 0.37 / 0.70, 0.21 / 0.37])
 
 
+@pytest.mark.parametrize("value", [b"-nan", b"NaN", b"+Inf"])
+def test_a_value_that_is_no_number_is_passed_over(value: bytes) -> None:
+    other = b"vllm:spec_decode_num_draft_tokens_total " + value + b"\n"
+    waiting = b'vllm:num_requests_waiting{engine="1"} ' + value + b"\n"
+    assert counters_of(other + waiting + VLLM) == counters_of(VLLM)
+
+
 def test_the_draft_that_never_gets_a_token_accepted_has_length_one_and_no_reached_second_position() -> None:  # P40
     found = Counters(engine="vllm", drafts=500, draft_tokens=1500, accepted=0, per_position=(0, 0, 0))
     assert (found.length, found.conditional) == (1.0, [0.0, None, None])
