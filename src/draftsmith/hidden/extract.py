@@ -160,13 +160,20 @@ def _save_head(work: Path, name: str, model: Any, layers: Sequence[int]) -> None
     facts = {
         "name": name,
         "fingerprint": artifacts.fingerprint_model(folder),
-        "config": config.to_dict(),
+        "config": config.to_dict() | {"dtype": _own_dtype(folder)},
         "layers": list(layers),
         "num_layers": config.num_hidden_layers,
         "model_type": config.model_type,
         "tied": bool(config.tie_word_embeddings),
     }
     save_target_head(work, read_head_weights(folder, tied=facts["tied"]), facts)
+
+
+def _own_dtype(folder: Path) -> str | None:
+    """The type of the checkpoint itself; the loaded config says what it was loaded as, and engines serve the former."""
+    raw = artifacts.read_json(folder / "config.json")
+    found = [one.get(name) for one in (raw, raw.get("text_config") or {}) for name in ("dtype", "torch_dtype")]
+    return next((value for value in found if value), None)
 
 
 @torch.inference_mode()

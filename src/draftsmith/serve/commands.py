@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -108,9 +108,11 @@ def command(launch: Launch) -> list[str]:
 
 
 def elsewhere(launch: Launch) -> str:
-    """The same, as it is typed on a machine where the engine is installed as its makers say. Arguments given for this
-    machine's engine are left out for llama.cpp, whose own server has others."""
-    return shlex.join([*engine_words(launch.engine, launch.target), *_flags(launch)])
+    """The same, as it is typed on a machine where the engine is installed as its makers say, in any folder. Arguments
+    given for this machine's engine are left out for llama.cpp, whose own server has others."""
+    target = str(Path(launch.target).absolute()) if Path(launch.target).exists() else launch.target  # else a hub id
+    there = replace(launch, target=target, draft=launch.draft and str(Path(launch.draft).absolute()))
+    return shlex.join([*engine_words(there.engine, there.target), *_flags(there)])
 
 
 def _flags(launch: Launch) -> list[str]:

@@ -72,6 +72,11 @@ def draft_config(target: dict[str, Any], target_vocab: int, draft_vocab: int, se
     if missing:
         raise UserError(f"{target['name']}: its config lacks {', '.join(missing)}; train needs a Llama-like target")
     heads = settings.heads or config["num_attention_heads"]
+    if config["hidden_size"] % heads:  # transformers' LlamaConfig, which engines read drafts with, refuses it
+        raise UserError(
+            f"train: expected a number of heads that divides the hidden size {config['hidden_size']}, found {heads}; "
+            "set --heads"
+        )
     latent = "kv_lora_rank" in config
     own_kv = config["num_attention_heads"] if latent else config.get("num_key_value_heads") or heads
     kv_heads = settings.kv_heads or (min(own_kv, heads) if settings.heads else own_kv)

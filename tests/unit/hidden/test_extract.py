@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftsmith import interrupts
-from draftsmith.artifacts import Stage
+from draftsmith.artifacts import Stage, read_json, write_json
 from draftsmith.errors import Interrupted, UserError
 from draftsmith.hidden import extract
 from draftsmith.hidden.backends import transformers as backend
@@ -84,6 +84,18 @@ def test_states_are_those_of_transformers_for_every_token(
         assert states.argmax.tolist() == list(trace.generated_ids)
         normed = head.normed(states.final.float())  # transformers' last hidden state is after the norm
         torch.testing.assert_close(normed, hidden[-1][0, len(trace.prompt_ids) - 1 :], rtol=0.02, atol=0.05)
+
+
+def test_the_checkpoints_own_type_is_kept_whatever_it_was_loaded_as(
+    tmp_path: Path, make_stage: MakeStage, progress: Progress
+) -> None:
+    target = save_tiny_target(tmp_path / "m")
+    config = read_json(target / "config.json")
+    write_json(target / "config.json", config | {"dtype": "bfloat16"})
+    stage = make_stage("hidden")
+    make_traces(stage.run, target, count=2)
+    extract.build(stage, SETTINGS, progress)
+    assert read_json(stage.work / "target.json")["config"]["dtype"] == "bfloat16"
 
 
 def test_a_batch_gives_the_states_of_single_passes(tmp_path: Path) -> None:  # P30

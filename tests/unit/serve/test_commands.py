@@ -96,6 +96,16 @@ def test_llamacpp_elsewhere_has_the_type_and_no_backend_sampling(tmp_path: Path)
     assert "--threads" not in line  # an argument of this machine's launcher
 
 
+def test_the_command_for_elsewhere_names_files_by_whole_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(Path("run"), "llamacpp", "vllm")
+    line = shlex.split(elsewhere(launch_of(run, ServeSettings(engine="llamacpp"), (), {})))
+    assert after(line, "--model") == str(tmp_path / "run" / "export" / "llamacpp" / "target.gguf")
+    line = shlex.split(elsewhere(launch_of(run, ServeSettings(engine="vllm"), (), {})))
+    assert line[:3] == ["vllm", "serve", "toy/target"]  # a hub id stays one
+    assert json.loads(after(line, "--speculative-config"))["model"] == str(tmp_path / "run" / "export" / "vllm")
+
+
 def test_a_targets_long_context_is_not_allocated_by_llamacpp_unasked(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "llamacpp", "vllm", positions=262144)
     assert after(words(run, engine="llamacpp", parallel=1), "--context") == "8192"

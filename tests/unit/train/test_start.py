@@ -102,6 +102,8 @@ def test_heads_default_to_the_targets(changes: dict[str, int], shape: tuple[int,
 
 
 def test_impossible_shapes_and_foreign_configs_are_refused() -> None:
+    with pytest.raises(UserError, match=r"train: expected a number of heads that divides .* found 7; set --heads"):
+        draft_config(TARGET, VOCAB, 6, train_settings(heads=7))
     with pytest.raises(UserError, match="multiple of kv_heads, found 4 and 3"):
         draft_config(TARGET, VOCAB, 6, train_settings(kv_heads=3))
     foreign = {**TARGET, "config": {**TARGET["config"], "rms_norm_eps": None}}
