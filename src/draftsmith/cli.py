@@ -309,7 +309,7 @@ def serve(
     if dry_run:
         print(shlex.join(commands.command(launch)))
     else:
-        process.serve(launch, run / f"serve-{launch.engine}.log", Progress(quiet=quiet), settings.wait)
+        process.serve(launch, run / commands.log_name(launch), Progress(quiet=quiet), settings.wait)
 
 
 @app.command

@@ -13,6 +13,7 @@ import torch
 import planted
 from counting_run import captured, exported, learned, write_questions
 from counting_target import save_counting_target
+from draftsmith.errors import UserError
 from draftsmith.measure.diagnose import diagnose
 from draftsmith.measure.links import Diagnosis
 from draftsmith.pipeline import run_stage
@@ -80,6 +81,26 @@ def test_a_clean_run_is_called_clean(good: Bed) -> None:
     assert (found.link, found.suspect, found.clean) == (None, None, True), found.verdict
     lengths = [link.value for link in found.links if link.value is not None and link.name != "training"]
     assert len(lengths) == 4 and min(lengths) > 2.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"server": "http://127.0.0.1:9"}, "http://127.0.0.1:9"),
+        ({"questions": "nope.jsonl"}, "nope.jsonl"),
+        ({"draft": "nope"}, "nope/config.json"),
+    ],
+)
+def test_what_is_not_there_is_said_before_the_target_speaks(
+    settings: dict[str, str], problem: str, good: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def speaks(*_: object) -> None:
+        raise AssertionError("the target spoke first")
+
+    monkeypatch.setattr("draftsmith.measure.diagnose.speak", speaks)
+    with pytest.raises(UserError) as refused:
+        diagnosed(good.run, **settings)
+    assert problem in str(refused.value)
 
 
 @pytest.mark.parametrize(("plant", "link", "suspect"), FAULTS, ids=[fault[0].__name__ for fault in FAULTS])

@@ -116,6 +116,13 @@ def verdict(length: float | None, per_position: Sequence[float | None], degenera
         degenerate: replies that are loops.
         questions: replies in all.
     """
+    if length is None and degenerate < questions:
+        loops = f"{degenerate} of {questions} replies are loops, and " if degenerate else ""
+        rest = "other replies" if degenerate else "replies"
+        return (
+            f"not an acceptance estimate: {loops}no step with a draft was counted in {questions - degenerate} {rest} "
+            "(a reply of one token has none); measure on questions with longer replies, or raise --max-tokens"
+        )
     if length is None or degenerate == questions:
         return (
             f"not an acceptance estimate: {degenerate} of {questions} replies are loops and none is left to count; "

@@ -20,11 +20,13 @@ from draftsmith.draft.checkpoint import load_weights
 from draftsmith.draft.eagle3 import Eagle3Draft
 from draftsmith.draft.loading import OWN_BLOCK, format_of, read_any_draft
 from draftsmith.errors import UserError
+from draftsmith.export.engine_view import look
 from draftsmith.export.launching import GGUF_DRAFT
-from draftsmith.measure.engine_link import engine_links
+from draftsmith.measure.counters import CountedEngine
+from draftsmith.measure.engine_link import engine_links, engine_of
 from draftsmith.measure.export_link import Exported, export_suspects, open_export
 from draftsmith.measure.links import Diagnosis, Link, concluded, measured, skipped
-from draftsmith.measure.prompts import question_prompts
+from draftsmith.measure.prompts import Prompt, question_prompts
 from draftsmith.measure.scene import Alive, Scene, set_up
 from draftsmith.measure.served import draft_fingerprint
 from draftsmith.measure.stored import Spoken, look_at_stored, speak
@@ -45,9 +47,13 @@ def diagnose(run: Path, settings: DiagnoseSettings, progress: Progress) -> Diagn
             answer.
     """
     say: Callable[[str], None] = lambda text: progress.say(f"diagnose: {text}")  # noqa: E731
+    served_by = engine_of(settings)
     scene = set_up(run, settings)
     draft, unread = _reference(scene)
-    folder, engine = _exported(scene)
+    folder, engine = _exported(scene, served_by)
+    if folder is not None:
+        look(folder, engine, scene.store.target, scene.head)  # what cannot be read is said before the target speaks
+    asked = _asked(scene)
     links: list[Link] = []
     replies = [Alive(t.trace_id, tuple(t.prompt_ids), tuple(t.generated_ids)) for t in scene.held_out]
     if draft is None:
@@ -56,7 +62,7 @@ def diagnose(run: Path, settings: DiagnoseSettings, progress: Progress) -> Diagn
         say(f"{len(scene.held_out)} held-out replies: stored states and the live target")
         prompts = [(trace.trace_id, tuple(trace.prompt_ids)) for trace in scene.held_out]
         spoken = speak(scene, prompts, draft, draft.config.aux_layers)
-        links += _trained(scene, draft, spoken, say)
+        links += _trained(scene, draft, spoken, asked, say)
         replies = spoken.alive
     export = None
     if folder is None:
@@ -92,7 +98,9 @@ def _reference(scene: Scene) -> tuple[Eagle3Draft | None, str]:
     return draft.float().to(scene.device).eval(), ""
 
 
-def _trained(scene: Scene, draft: Eagle3Draft, spoken: Spoken, say: Callable[[str], None]) -> list[Link]:
+def _trained(
+    scene: Scene, draft: Eagle3Draft, spoken: Spoken, asked: list[Prompt], say: Callable[[str], None]
+) -> list[Link]:
     if scene.trained is None:  # what its files say and what was trained cannot be told apart
         why = "a draft by others: all that is known of it are its files"
         return [*(skipped(name, why) for name in BEFORE_EXPORT[:3]), measured("live", spoken.walk)]
@@ -101,23 +109,24 @@ def _trained(scene: Scene, draft: Eagle3Draft, spoken: Spoken, say: Callable[[st
             f"{scene.run}: the draft reads outputs of layers {list(draft.config.aux_layers)}, stored are those of "
             f"{list(scene.store.target['layers'])}; extract and train again"
         )
-    asked = None
-    if scene.settings.questions is not None:
+    replies = None
+    if asked:
         say(f"the questions asked: {scene.settings.questions}")
-        asked = _asked(scene, draft)
-    return trained_links(scene, draft, look_at_stored(scene), spoken, asked)
+        replies = speak(scene, [(one.key, one.ids) for one in asked], draft, draft.config.aux_layers)
+    return trained_links(scene, draft, look_at_stored(scene), spoken, replies)
 
 
-def _asked(scene: Scene, draft: Eagle3Draft) -> Spoken:
-    """The replies to `--questions`, rendered as they are asked."""
+def _asked(scene: Scene) -> list[Prompt]:
+    """`--questions`, rendered as they are asked; none where none were given."""
+    if scene.settings.questions is None:
+        return []
     assert scene.template is not None
     template = scene.template
     if scene.settings.template_options:
         template = replace(template, options={**template.options, **scene.settings.template_options})
     asking = MeasureSettings(questions=scene.settings.questions, limit=scene.settings.limit)
     share = float(scene.metadata["held_out"])
-    found = question_prompts(asking, template, scene.metadata, scene.run / "traces", share)
-    return speak(scene, [(one.key, one.ids) for one in found.prompts], draft, draft.config.aux_layers)
+    return question_prompts(asking, template, scene.metadata, scene.run / "traces", share).prompts
 
 
 def _export(
@@ -133,13 +142,15 @@ def _export(
     return measured("export", export.walk, fall, suspects, note), export
 
 
-def _exported(scene: Scene) -> tuple[Path | None, Engine]:
-    """The folder to look at and the engine that reads it."""
+def _exported(scene: Scene, served_by: CountedEngine | None) -> tuple[Path | None, Engine]:
+    """The folder to look at and the engine that reads it: the server's, where there is one and it was exported for."""
     settings = scene.settings
     if settings.draft is not None:
         return Path(settings.draft), settings.engine or _engine_of(Path(settings.draft))
     there: list[Engine] = [engine for engine in get_args(Engine) if (scene.run / "export" / engine).is_dir()]
-    engine = settings.engine or (there[0] if there else "vllm")
+    served = [engine for engine in there if served_by == ("vllm" if engine == "speculators" else engine)]
+    first: Engine = next(iter([*served, *there]), "vllm")
+    engine = settings.engine or first
     folder = scene.run / "export" / engine
     if settings.engine is not None and not folder.is_dir():
         raise UserError(f"{folder}: not exported; `draftsmith export --run {scene.run} --engine {engine}` does it")

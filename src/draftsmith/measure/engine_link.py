@@ -16,13 +16,14 @@ import numpy as np
 from draftsmith.draft.eagle3 import Eagle3Draft
 from draftsmith.measure.acceptance import BROKEN_LENGTH
 from draftsmith.measure.counters import CountedEngine
-from draftsmith.measure.engine_states import states_link
+from draftsmith.measure.engine_states import UNREADABLE, states_link
 from draftsmith.measure.export_link import Exported
 from draftsmith.measure.links import Link, Suspect, measured, skipped
 from draftsmith.measure.load import Load, Server, run_load
 from draftsmith.measure.prompts import Prompt
 from draftsmith.measure.scene import Alive, Scene
 from draftsmith.measure.served_checks import connect
+from draftsmith.measure.served_result import steps_agree
 from draftsmith.measure.streaming import Streamed, cycles
 from draftsmith.measure.walks import Walk, loss, shared, walk
 from draftsmith.recipe import DiagnoseSettings
@@ -33,8 +34,6 @@ TOGETHER = 4
 """Requests at a time in the second pass: enough for a batch, few enough for any server."""
 OWN_WORDS = 0.95
 """Our float32 target says at least this share of what a bf16 engine with the same weights says."""
-API_KEY = "OPENAI_API_KEY"
-"""Environment variable, as everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,21 @@ class Served:
     server: Server
     alone: Load
     together: Load
+
+
+def engine_of(settings: DiagnoseSettings) -> CountedEngine | None:
+    """Which engine `--server` is; None where no server is given.
+
+    Raises:
+        UserError: as `engine_links`.
+    """
+
+    async def asked(url: str) -> CountedEngine:
+        async with Transport(settings.api_key_env, kept=False) as transport:
+            server, _ = await connect("draft", url, settings.model, transport, settings.api_key_env)
+            return server.engine
+
+    return None if settings.server is None else asyncio.run(asked(settings.server))
 
 
 def engine_links(
@@ -73,10 +87,10 @@ async def _measured(
     replies: Sequence[Alive],
     say: Callable[[str], None],
 ) -> list[Link]:
-    async with Transport(API_KEY, kept=False) as transport:
-        server, context = await connect("draft", url, settings.model, transport, API_KEY)
+    async with Transport(settings.api_key_env, kept=False) as transport:
+        server, context = await connect("draft", url, settings.model, transport, settings.api_key_env)
         states = states_link(scene, server, replies[0], export)
-        if states.value is not None:  # vLLM does one or the other, and counts as drafts what it copies out
+        if hands_out_states(states):
             return [states, skipped("engine", "this server hands out hidden states and does not draft")]
         say(f"{url}: {len(replies)} prompts, one after another and {TOGETHER} at a time")
         room = context or scene.context
@@ -89,6 +103,12 @@ async def _measured(
             await run_load(server, prompts, samplings, scene.stop_ids, level, lambda: None) for level in (1, TOGETHER)
         ]
     return [states, _counted(scene, Served(server, alone, together), draft, export, replies)]
+
+
+def hands_out_states(states: Link) -> bool:
+    """Whether the server was started to hand out hidden states, read here or not. vLLM then drafts nothing, and counts
+    as drafts what it copies out."""
+    return states.value is not None or UNREADABLE in states.note
 
 
 def _counted(
@@ -177,6 +197,8 @@ def _dead_draft(best: Walk, found: Walk, engine: CountedEngine) -> list[Suspect]
 def _other_words(scene: Scene, said: Sequence[Alive], best: Walk, found: Walk) -> list[Suspect]:
     """Whether the engine's target is another one than ours, as far as its words tell."""
     said = [one for one in said if len(one.reply) > 1]
+    if not said:
+        return []
     scene.look(said, ())
     share = float(np.average([one.agreement for one in said], weights=[len(one.reply) for one in said]))
     if share >= OWN_WORDS:
@@ -198,12 +220,17 @@ def _other_words(scene: Scene, said: Sequence[Alive], best: Walk, found: Walk) -
 
 def _walked(load: Load, server: Server, k: int) -> Walk:
     """The engine's own steps as a walk; where it does not show them, its counts are spread over the replies."""
-    emitted, steps = [], []
+    shown = [_steps(reply, server, k) for reply in load.replies]
+    # Parts of a stream can be merged on the way, and then look like fewer and longer steps. SGLang counts no drafts to
+    # hold against; what it tells of each reply is a count already.
+    if server.engine != "sglang" and not steps_agree(shown, load.counted.drafts):
+        shown = [None] * len(shown)
     mean = load.counted.length or 1.0
-    for reply in load.replies:
-        own = _steps(reply, server, k)
-        emitted.append(len(reply.ids) - 1)
-        steps.append(own if own is not None else max(1, round((len(reply.ids) - 1) / mean)))
+    emitted = [len(reply.ids) - 1 for reply in load.replies]
+    steps = [
+        own if own is not None else max(1, round(tokens / mean)) if tokens else 0
+        for own, tokens in zip(shown, emitted, strict=True)
+    ]
     cells = np.array(emitted, np.int64)
     rates = tuple(load.counted.conditional)
     keys = tuple(reply.key for reply in load.replies)

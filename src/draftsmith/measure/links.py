@@ -20,6 +20,8 @@ NAMES = {
 }
 """The chain, in order."""
 
+SHARES = ("training", "engine states")
+"""Links whose value is a share, not an acceptance length."""
 CLEARLY = 0.5
 """A repair that gives back this share of a loss explains it."""
 
@@ -91,7 +93,9 @@ class Diagnosis:
 
 
 def measured(name: str, walk: Walk, loss: Loss | None = None, suspects: Sequence[Suspect] = (), note: str = "") -> Link:
-    """A link whose value is the walk's acceptance length."""
+    """A link whose value is the walk's acceptance length; none where no question had a step."""
+    if not walk.cycles.sum():
+        return skipped(name, "; ".join(filter(None, ("no question had a step to measure", note))), suspects)
     return Link(
         name=name,
         value=round(walk.length, 4),
@@ -125,7 +129,7 @@ def concluded(links: Sequence[Link], draft_tokens: int, questions: int, engine: 
         verdict=_sentence(links, guilty, first, unsure),
         link=guilty.name if guilty else None,
         suspect=first.name if first else None,
-        clean=guilty is None and unsure is None and not _broken(links),
+        clean=guilty is None and unsure is None and not _broken(links) and any(one.value is not None for one in links),
         links=tuple(links),
         advice=tuple(dict.fromkeys(advice)),
         draft_tokens=draft_tokens,
@@ -135,8 +139,8 @@ def concluded(links: Sequence[Link], draft_tokens: int, questions: int, engine: 
 
 
 def _sentence(links: Sequence[Link], guilty: Link | None, first: Suspect | None, unsure: Link | None) -> str:
-    values = [link for link in links if link.value is not None and link.name != "training"]
-    last = values[-1] if values else None
+    lengths = [link for link in links if link.value is not None and link.name not in SHARES]
+    last = lengths[-1] if lengths else None
     if guilty is None and unsure is not None:
         return (
             f"cannot tell: {unsure.questions} questions are too few to say whether acceptance falls at "
@@ -147,9 +151,13 @@ def _sentence(links: Sequence[Link], guilty: Link | None, first: Suspect | None,
             f"the draft is not working ({_broken(links)} tokens per target forward), and none of the suspects tried "
             "explains it; more data will not change that"
         )
+    if guilty is None and all(link.value is None for link in links):
+        return "nothing was measured, so where acceptance falls is not known; each link says why"
     if guilty is None:
         reached = f" ({last.value:.2f} tokens per target forward at `{last.name}`)" if last and last.value else ""
-        return f"clean: acceptance does not fall anywhere in the chain{reached}; what is missing, training must bring"
+        left = ", ".join(f"`{link.name}`" for link in links if link.value is None)
+        where = f"in the links measured{reached}; not measured: {left}" if left else f"anywhere in the chain{reached}"
+        return f"clean: acceptance does not fall {where}; what is missing, training must bring"
     cause = f"{first.name}: {first.found}" if first else "none of the suspects tried explains it"
     if guilty.loss and guilty.loss.fell == "yes" and guilty.value is not None and guilty.name != "training":
         before = guilty.value + guilty.loss.loss
@@ -159,5 +167,5 @@ def _sentence(links: Sequence[Link], guilty: Link | None, first: Suspect | None,
 
 def _broken(links: Sequence[Link]) -> str:
     """The last acceptance length measured, if it says that the draft does nothing (contract 8); else empty."""
-    values = [link.value for link in links if link.value is not None and link.name not in ("training", "engine states")]
+    values = [link.value for link in links if link.value is not None and link.name not in SHARES]
     return f"{values[-1]:.2f}" if values and values[-1] <= BROKEN_LENGTH else ""

@@ -22,6 +22,8 @@ from draftsmith.progress import EVENTS, Progress
 from draftsmith.recipe import PayoffSettings
 
 PAYOFF = "payoff.json"
+OF_SERVERS = ("concurrency", "draft_share", "questions", "max_tokens", "rounds", "model")
+"""Settings that mean something only where steps are timed on servers."""
 BIGGER_SHARE = 1 / 32
 """A draft step on a bigger target: one layer of 32 (an 8B model's), its head reduced."""
 
@@ -93,6 +95,12 @@ def payoff_table(found: dict[str, Any]) -> Table:
 def _known_steps(run: Path, settings: PayoffSettings, result: dict[str, Any] | None) -> Measured | None:
     """Those that need no server; None: they are to be measured on one."""
     served, typed = settings.server or settings.baseline_server, settings.target_ms or settings.verify_ms
+    unused = [] if served else [name for name in OF_SERVERS if name in settings.model_fields_set]
+    if unused:
+        raise UserError(
+            f"payoff: --{unused[0].replace('_', '-')} says how servers are timed: expected --baseline-server beside "
+            "it, found none"
+        )
     if served and (typed or settings.draft_ms):
         raise UserError("payoff: expected step times of servers or typed in (--target-ms, ...), found both; give one")
     if served:

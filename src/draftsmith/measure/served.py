@@ -68,7 +68,7 @@ async def _measure(run: Path, settings: MeasureSettings, served: ServedSettings,
         kept = read_kept(run / "measure", bench.plan, draft_fingerprint(run))
         for side, server in servers.items():
             cautions = await check(server, bench, progress.say)
-            levels = kept.sides[side].levels if side in kept.sides else {}
+            levels = _still_of(kept.sides.get(side), server, progress.say)
             kept.sides[side] = Side(
                 server.endpoint.shown, server.engine, server.version, server.model, cautions, levels
             )
@@ -117,9 +117,10 @@ def _result(kept: Kept, bench: Bench) -> dict[str, Any]:
     greedy = bench.sampling["temperature"] == 0
     same = compare(levels if greedy else {}, bench.template.decode)
     return {
-        "verdict": _verdict(rows),
+        "verdict": _verdict(rows, _two_engines(kept)),
         "engine": draft.engine if draft else None,
         "version": draft.version if draft else None,
+        "same_engine": _two_engines(kept) is None if draft and baseline else None,
         "draft_tokens": draft_tokens or None,
         "levels": rows,
         **same,
@@ -144,6 +145,32 @@ def _result(kept: Kept, bench: Bench) -> dict[str, Any]:
     }
 
 
+def _still_of(side: Side | None, server: Server, say: Callable[[str], object]) -> dict[int, list[Round]]:
+    """A side's earlier rounds, unless they are of another server than the one that is connected now."""
+    if side is None or not side.levels:
+        return {}
+    then, now = (side.engine, side.version, side.model), (server.engine, server.version, server.model)
+    if then == now:
+        return side.levels
+    say(
+        f"measure: {server.endpoint.shown}: expected the {server.side}'s earlier server ({_words(*then)}), found "
+        f"another ({_words(*now)}); its earlier rounds are dropped, so measure every --concurrency again"
+    )
+    return {}
+
+
+def _words(*names: str) -> str:
+    return " ".join(filter(None, names))
+
+
+def _two_engines(kept: Kept) -> tuple[str, str] | None:
+    """The draft's engine and the baseline's, where they are not the same one in the same version."""
+    draft, baseline = kept.sides.get("draft"), kept.sides.get("baseline")
+    if draft is None or baseline is None or (draft.engine, draft.version) == (baseline.engine, baseline.version):
+        return None
+    return _words(draft.engine, draft.version), _words(baseline.engine, baseline.version)
+
+
 def _of(side: Side | None, concurrency: int) -> list[Round]:
     return side.levels.get(concurrency, []) if side else []
 
@@ -158,9 +185,9 @@ def _splitter(bench: Bench) -> Callable[[Answer], tuple[Span | None, Span | None
     return spans
 
 
-def _verdict(rows: list[dict[str, Any]]) -> str:
-    """What the draft does, in a sentence for acceptance and one for speed."""
-    drafted = [row for row in rows if row["drafts"] or row["acceptance_length"]]
+def _verdict(rows: list[dict[str, Any]], engines: tuple[str, str] | None) -> str:
+    """What the draft does, in a sentence for acceptance and one for speed. `engines`: where they are two."""
+    drafted = [row for row in rows if row.get("replies")]  # counted of the draft's rounds only
     if not drafted:
         return "only the baseline is measured; measure --server with the draft to compare"
     first = drafted[0]
@@ -169,6 +196,11 @@ def _verdict(rows: list[dict[str, Any]]) -> str:
     if not pairs:
         return f"{said}; no baseline yet: measure --baseline-server to know the speed-up"
     speeds = ", ".join(map(_speed, pairs))
+    if engines:
+        return (
+            f"{said}; speed-up {speeds} at a time, but the two engines differ ({engines[0]} with the draft, "
+            f"{engines[1]} without), so what the draft gains is not known; measure --baseline-server on {engines[0]}"
+        )
     pays = [row["concurrency"] for row in pairs if row["speedup"] > 1 + EVEN]
     if len(pays) == len(pairs):
         words = "it pays off"
@@ -190,6 +222,12 @@ def _speed(row: dict[str, Any]) -> str:
 
 def _cautions(kept: Kept, rows: list[dict[str, Any]], same: dict[str, Any]) -> list[str]:
     found = [caution for side in kept.sides.values() for caution in side.cautions]
+    engines = _two_engines(kept)
+    if engines and any(row["speedup"] is not None for row in rows):
+        found.append(
+            f"expected the same engine on both servers, found {engines[0]} with the draft and {engines[1]} without: "
+            f"every speed-up is also that of one engine over the other; measure --baseline-server on {engines[0]}"
+        )
     for row in rows:
         number = row["concurrency"]
         if row["disturbed"]:
@@ -200,9 +238,14 @@ def _cautions(kept: Kept, rows: list[dict[str, Any]], same: dict[str, Any]) -> l
         if row["speedup"] is not None and not row["interleaved"]:
             found.append(f"at {number}: both sides were measured apart, so drift of the machine is in the speed-up")
         if row.get("degenerate"):
+            counted = row["acceptance_from"] == "counters" and row["acceptance_length"] is not None
+            where = (
+                "they are in the acceptance, which only the engine's counters tell, and in the speed"
+                if counted
+                else "left out of the acceptance, not of the speed"
+            )
             found.append(
-                f"at {number}: {row['degenerate']} of {row['replies']} replies only repeat themselves: left out of the "
-                "acceptance, not of the speed"
+                f"at {number}: {row['degenerate']} of {row['replies']} replies only repeat themselves: {where}"
             )
     if same["different"]:
         again = same["baseline_repeats_itself"]

@@ -29,6 +29,8 @@ WARM_UP_PROMPTS = 8
 SAME_MODEL, DOUBTFUL = 0.25, 0.75
 """Share of replies that begin with the same `WARM_UP_TOKENS` ids as the run's target: below the first it is another
 model, below the second it is said."""
+ENOUGH_PAIRS = 4
+"""Questions from which on a server is refused for its replies: with fewer, a single rounding difference would do it."""
 SAME_TOKENIZER = 0.5
 """Servers may put a BOS or a space before the text; another tokenizer shares next to nothing."""
 SPELLED = 512
@@ -144,12 +146,16 @@ def _same_model(server: Server, bench: Bench, warm: Load) -> list[str]:
     same = sum(head == tuple(expected[: len(head)]) for head, expected in heads)
     share = same / len(pairs)
     words = f"{same} of {len(pairs)} greedy replies begin with the same {WARM_UP_TOKENS} tokens as the run's target's"
-    if share < SAME_MODEL:
+    questions = len({reply.key for reply in warm.replies if reply.key in known})
+    if share < SAME_MODEL and questions >= ENOUGH_PAIRS:
         raise UserError(
             f"{server.endpoint.shown}: serves another model than the run's target: {words}; serve "
             f"{bench.target['name'] if bench.target else 'that target'}"
         )
-    return [f"{server.endpoint.shown}: {words}: quantised, or another model?"] if share < DOUBTFUL else []
+    if share >= DOUBTFUL:
+        return []
+    few = f" {questions} questions are too few to tell; ask at least {ENOUGH_PAIRS}" if share < SAME_MODEL else ""
+    return [f"{server.endpoint.shown}: {words}: quantised, or another model?{few}"]
 
 
 def known_replies(bench: Bench) -> dict[str, Sequence[int]]:

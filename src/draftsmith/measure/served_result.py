@@ -84,13 +84,22 @@ def _accepted(rounds: Sequence[Round], draft_tokens: int, spans: Spans) -> dict[
     counted = total([one.counted for one in rounds])
     answers = [answer for one in rounds for answer in one.answers]
     kept = [answer for answer in answers if not is_degenerate(answer.ids)]
-    by_steps = _steps_agree(answers, counted.drafts)
+    shown = [None if answer.cycles is None else len(answer.cycles) for answer in answers]
+    by_steps = steps_agree(shown, counted.drafts)
     overall, reasoning, answer, places = _by_steps(kept, draft_tokens, spans) if by_steps else (None, None, None, None)
-    length = overall.length if overall else _verified_length(kept) or counted.length
+    verified = _verified_length(kept)
+    if overall:
+        source, length, rates = "steps", overall.length, list(overall.per_position)
+    elif verified is not None:
+        source, length, rates = "replies", verified, counted.conditional
+    elif kept:
+        source, length, rates = "counters", counted.length, counted.conditional
+    else:  # all that the counters hold is of loops
+        source, length, rates = "counters", None, []
     return {
         "acceptance_length": _rounded(length),
-        "acceptance_per_position": _rates(overall.per_position if overall else counted.conditional),
-        "acceptance_from": "steps" if overall else "counters",
+        "acceptance_per_position": _rates(rates),
+        "acceptance_from": source,
         "acceptance_length_reasoning": _rounded(reasoning.length) if reasoning else None,
         "acceptance_length_answer": _rounded(answer.length) if answer else None,
         "acceptance_by_place": places,
@@ -126,12 +135,17 @@ def _by_steps(
     return acceptance(everything, draft_tokens), reasoning, answer, places
 
 
-def _steps_agree(answers: Sequence[Answer], drafts: int) -> bool:
-    """Whether the streams show the steps that the engine counted. A reply's last step may have drafted nothing."""
-    if not drafts or any(answer.cycles is None for answer in answers):
+def steps_agree(steps: Sequence[int | None], drafts: int) -> bool:
+    """Whether the streams show the steps that the engine counted. A reply's last step may have drafted nothing.
+
+    Args:
+        steps: of each reply, as its stream shows them; None where it does not.
+        drafts: as the engine counted them over the same replies.
+    """
+    known = [count for count in steps if count is not None]
+    if not drafts or len(known) < len(steps):
         return False
-    seen = sum(len(answer.cycles or ()) for answer in answers)
-    return abs(seen - drafts) <= STEPS_AGREE * drafts + len(answers)
+    return abs(sum(known) - drafts) <= STEPS_AGREE * drafts + len(steps)
 
 
 def _verified_length(answers: Sequence[Answer]) -> float | None:

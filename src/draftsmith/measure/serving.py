@@ -29,7 +29,7 @@ from draftsmith.measure.serving_view import POINTS, SERVING, serving_plan
 from draftsmith.measure.steptimes import PER_REQUEST
 from draftsmith.progress import Progress
 from draftsmith.recipe import MeasureSettings, PayoffSettings, ServedSettings, ServeSettings, ServingSettings
-from draftsmith.serve.commands import Launch, launch_of
+from draftsmith.serve.commands import Launch, launch_of, log_name
 from draftsmith.serve.process import running
 
 CANDIDATES = 0.95
@@ -109,11 +109,10 @@ def _engines(
     )
     # A signal must end the engines too, so it is an exception here, wherever it comes.
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # one engine at a time works, the other must not spin
-    logs = (run / f"serve-{settings.engine}.log", run / f"serve-{settings.engine}-baseline.log")
     with (
         stopping(abandon),
-        running(draft, logs[0], progress, START_SECONDS, environment=environment),
-        running(baseline, logs[1], progress, START_SECONDS, environment=environment),
+        running(draft, run / log_name(draft), progress, START_SECONDS, environment=environment),
+        running(baseline, run / log_name(baseline), progress, START_SECONDS, environment=environment),
     ):
         progress.say(f"serving: {settings.engine} with the draft at {draft.url}, without it at {baseline.url}")
         yield draft, baseline

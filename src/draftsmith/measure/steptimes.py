@@ -28,7 +28,7 @@ from draftsmith.measure.load import Load, Server, run_load
 from draftsmith.measure.payoff import Replies, StepTimes, composed
 from draftsmith.measure.prompts import Prompt
 from draftsmith.measure.served_bench import Bench, set_up
-from draftsmith.measure.served_checks import connect, judged
+from draftsmith.measure.served_checks import ENOUGH_PAIRS, connect, judged
 from draftsmith.measure.served_rounds import depth, round_of
 from draftsmith.measure.streaming import Streamed
 from draftsmith.progress import Progress
@@ -137,7 +137,9 @@ async def _timed(
             prompts = _prompts(bench, level)
             found[level] = {side: [] for side in servers}
             for server in servers.values():
-                cautions |= dict.fromkeys(await _warm_up(server, bench, prompts[: PER_REQUEST * level], level))
+                cautions |= dict.fromkeys(
+                    await _warm_up(server, bench, prompts[: max(PER_REQUEST * level, ENOUGH_PAIRS)], level)
+                )
             for _ in range(rounds):
                 for side, server in servers.items():
                     load = await run_load(server, prompts, bench.samplings, bench.stop_ids, level, lambda: None)
@@ -206,19 +208,41 @@ def typed_steps(settings: PayoffSettings) -> Measured:
 def reference_steps(result: Mapping[str, Any]) -> Measured:
     """Step times of the reference decoder, from `measure/result.json`: one request at a time, on this machine.
 
-    Its tokens per second are of whole replies, so a step is acceptance length / tokens per second.
+    Times are of whole replies, so every step holds a share of reading its prompt, with the draft and without.
+
+    Raises:
+        UserError: nothing that was timed had a step.
     """
     k, rounds = result["draft_tokens"], result["rounds"]
+    if rounds and all("steps" in one for one in rounds):
+        plain, step = _timed_steps(rounds)
+    else:
+        plain, step = _implied_steps(result)
+    times = StepTimes(concurrency=1, target=plain, with_draft={k: step})
+    speeds = [one["speedup"] for one in rounds] if rounds and "speedup" in rounds[0] else [1.0]
+    level = Level(times=times, replies=None, draft_prefill=0.0, spread=max(speeds) / min(speeds))
+    return Measured(source="measured with the reference decoder, one request at a time", levels=(level,))
+
+
+def _timed_steps(rounds: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Seconds of a plain step and of one with draft: the timed replies' own, loops among them or not."""
+    if not all(one["steps"] and one["baseline_steps"] for one in rounds):
+        raise UserError(
+            "payoff: expected timed replies of several tokens in the run's measurement, found none; measure with more "
+            "--max-tokens, or on other questions"
+        )
+    plain = statistics.median(one["baseline_seconds"] / one["baseline_steps"] for one in rounds)
+    return plain, statistics.median(one["seconds"] / one["steps"] for one in rounds)
+
+
+def _implied_steps(result: Mapping[str, Any]) -> tuple[float, float]:
+    """As `_timed_steps`, of a run measured before steps were kept: as if what was timed was accepted like the rest."""
     length = result["acceptance_length"]
     if length is None:
         raise UserError(
             "payoff: the run's measurement has no acceptance length (all replies are loops); measure on other questions"
         )
-    plain = 1 / result["baseline_tokens_per_second"]
-    times = StepTimes(concurrency=1, target=plain, with_draft={k: length / result["tokens_per_second"]})
-    speeds = [one["speedup"] for one in rounds] if rounds and "speedup" in rounds[0] else [1.0]
-    level = Level(times=times, replies=None, draft_prefill=0.0, spread=max(speeds) / min(speeds))
-    return Measured(source="measured with the reference decoder, one request at a time", levels=(level,))
+    return 1 / result["baseline_tokens_per_second"], length / result["tokens_per_second"]
 
 
 def draft_share(target: Mapping[str, Any], draft: Mapping[str, Any]) -> float | None:
@@ -348,13 +372,16 @@ def _first(load: Load) -> float:
 
 
 def _typed(flag: str, values: Sequence[str]) -> dict[int, float]:
-    found = {}
+    found: dict[int, float] = {}
     for value in values:
         level, colon, milliseconds = value.rpartition(":")
         try:
-            found[int(level) if colon else 1] = float(milliseconds) / 1000
+            number, seconds = int(level) if colon else 1, float(milliseconds) / 1000
         except ValueError:
             raise UserError(f"{flag} {value}: expected CONCURRENCY:MILLISECONDS, e.g. 16:24.5") from None
+        if number in found:
+            raise UserError(f"{flag} {value}: expected one value per concurrency, found two for {number}; give one")
+        found[number] = seconds
     if not all(0 < seconds < float("inf") for seconds in found.values()) or any(number < 1 for number in found):
         raise UserError(f"{flag}: expected a concurrency of 1 or more and milliseconds above 0, found {values}")
     return found

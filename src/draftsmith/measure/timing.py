@@ -27,6 +27,8 @@ class Round:
     seconds: float
     baseline_tokens: int
     baseline_seconds: float
+    steps: int
+    """Target forwards of the draft decoder, those over prompts left out."""
     replies: tuple[tuple[int, ...], ...]
     """The draft decoder's replies, in prompt order."""
 
@@ -46,12 +48,15 @@ class Round:
         return self.tokens_per_second / self.baseline_tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
-        """For the result."""
+        """For the result. `steps` and `baseline_steps` are of the same replies as the seconds, whatever is counted of
+        them elsewhere: a step's time is the one over the other."""
         return {
             "tokens": self.tokens,
-            "seconds": round(self.seconds, 3),
+            "seconds": round(self.seconds, 6),
             "baseline_tokens": self.baseline_tokens,
-            "baseline_seconds": round(self.baseline_seconds, 3),
+            "baseline_seconds": round(self.baseline_seconds, 6),
+            "steps": self.steps,
+            "baseline_steps": self.baseline_tokens - len(self.replies),
             "tokens_per_second": round(self.tokens_per_second, 2),
             "baseline_tokens_per_second": round(self.baseline_tokens_per_second, 2),
             "speedup": round(self.speedup, 4),
@@ -87,6 +92,7 @@ def timed_round(
         seconds=sum(reply.seconds for reply in drafted),
         baseline_tokens=sum(len(reply.ids) for reply in plain),
         baseline_seconds=sum(reply.seconds for reply in plain),
+        steps=sum(len(reply.cycles) for reply in drafted),
         replies=tuple(reply.ids for reply in drafted),
     )
 

@@ -89,6 +89,8 @@ def training_link(scene: Scene, draft: Eagle3Draft, stored: Stored, held_out: Wa
             )
         )
     base = measured("training", held_out, loss(now, held_out), found)
+    if base.value is None:
+        return base
     return replace(base, value=round(held_out.accuracy, 4), noise=None, note="share of first proposals that are right")
 
 
@@ -146,8 +148,12 @@ def _teacher_suspects(scene: Scene) -> list[Suspect]:
     for trace in scene.held_out[:8]:
         states = scene.states(trace)
         whole = ~dead_rows(states.final.float())
+        if not whole.any():
+            continue
         again = teach(scene.head, states.final[whole].to(scene.head.norm.dtype), 0.0).argmax
         same.append((again == states.argmax[whole].long()).float())
+    if not same:  # every row is damaged, which is a suspect of its own
+        return []
     share = float(torch.cat(same).mean())
     if share >= OWN_WORDS:
         return []

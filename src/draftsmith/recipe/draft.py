@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from draftsmith.recipe.values import Dtype, Engine, Settings, runtime
 
@@ -82,8 +82,18 @@ class ExportSettings(Settings):
     ] = None
     gguf_tokenizer: Annotated[
         str | None,
-        Field(description="llamacpp: a GGUF file of the target to copy the tokenizer from; default: the target's own."),
+        Field(
+            min_length=1,
+            description="llamacpp: a GGUF file of the target to copy the tokenizer from; default: the target's own.",
+        ),
     ] = None
+
+    @model_validator(mode="after")
+    def _gguf_is_llamacpps(self) -> Self:
+        for name in ("target_gguf", "gguf_tokenizer"):
+            if getattr(self, name) is not None and "llamacpp" not in self.engine:
+                raise ValueError(f"{name}: expected llamacpp among the engines, found {', '.join(self.engine)}")
+        return self
 
 
 class MeasureSettings(Settings):

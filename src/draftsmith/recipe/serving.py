@@ -12,10 +12,12 @@ from draftsmith.recipe.values import Dtype, Engine, Levels, Settings, TemplateOp
 class ServedSettings(Settings):
     """Served engines to measure: the same prompts to one with the draft and one without."""
 
-    server: Annotated[str | None, Field(description="Base URL of the engine that serves the draft.")] = None
-    baseline_server: Annotated[str | None, Field(description="Base URL of an engine that serves the target alone.")] = (
+    server: Annotated[str | None, Field(min_length=1, description="Base URL of the engine that serves the draft.")] = (
         None
     )
+    baseline_server: Annotated[
+        str | None, Field(min_length=1, description="Base URL of an engine that serves the target alone.")
+    ] = None
     concurrency: Levels = [1]
     model: Annotated[str | None, Field(description="Model name the servers know; default: the one they serve.")] = None
     api_key_env: Annotated[str, runtime("Environment variable that holds the API key.")] = "OPENAI_API_KEY"
@@ -32,11 +34,11 @@ class PayoffSettings(Settings):
     draft_tokens: Annotated[
         int, Field(ge=1, le=16, description="Draft tokens that --verify-ms, or an estimate on a plain server, is for.")
     ] = 4
-    server: Annotated[str | None, Field(description="Base URL of an engine that serves the draft: steps with it.")] = (
-        None
-    )
+    server: Annotated[
+        str | None, Field(min_length=1, description="Base URL of an engine that serves the draft: steps with it.")
+    ] = None
     baseline_server: Annotated[
-        str | None, Field(description="Base URL of an engine that serves the target alone: plain steps.")
+        str | None, Field(min_length=1, description="Base URL of an engine that serves the target alone: plain steps.")
     ] = None
     concurrency: Levels = [1]
     target_ms: Annotated[
@@ -59,7 +61,9 @@ class PayoffSettings(Settings):
 class DiagnoseSettings(Settings):
     """Which link of the chain makes acceptance low."""
 
-    server: Annotated[str | None, Field(description="Base URL of the engine that serves the draft.")] = None
+    server: Annotated[str | None, Field(min_length=1, description="Base URL of the engine that serves the draft.")] = (
+        None
+    )
     model: Annotated[str | None, Field(description="Model name the server knows; default: the one it serves.")] = None
     draft: Annotated[
         str | None, Field(description="A draft folder of anybody's; default: the run's own, trained and exported.")
@@ -78,6 +82,7 @@ class DiagnoseSettings(Settings):
     target: Annotated[str | None, Field(description="Model folder, hub id or smollm2; default: extract's.")] = None
     device: Annotated[str, Field(description="Torch device; auto: cuda where there is one.")] = "auto"
     trust_remote_code: Annotated[bool, Field(description="Run code that comes with the model.")] = False
+    api_key_env: Annotated[str, runtime("Environment variable that holds the API key.")] = "OPENAI_API_KEY"
 
 
 class ServeSettings(Settings):
@@ -87,9 +92,12 @@ class ServeSettings(Settings):
     baseline: Annotated[bool, Field(description="Without the draft.")] = False
     hidden_states: Annotated[
         str | None,
-        Field(description="Folder for vLLM to write the states that the draft reads to, for `diagnose`; no draft."),
+        Field(
+            min_length=1,
+            description="Folder for vLLM to write the states that the draft reads to, for `diagnose`; no draft.",
+        ),
     ] = None
-    host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
+    host: Annotated[str, Field(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535, description="Port to listen on.")] = 8000
     draft_tokens: Annotated[
         int | None, Field(ge=1, le=16, description="Tokens the draft proposes per step; default: as measured, else 3.")
@@ -100,7 +108,8 @@ class ServeSettings(Settings):
     parallel: Annotated[int | None, Field(ge=1, description="Requests at a time; default: the engine's own.")] = None
     dtype: Annotated[Dtype, Field(description="Type the engine computes in; auto: the target's own.")] = "auto"
     target: Annotated[
-        str | None, Field(description="Model folder, hub id or (llama.cpp) GGUF file; default: the run's own.")
+        str | None,
+        Field(min_length=1, description="Model folder, hub id or (llama.cpp) GGUF file; default: the run's own."),
     ] = None
     python: Annotated[
         str | None,

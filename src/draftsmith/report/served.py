@@ -42,7 +42,11 @@ def served(result: dict[str, Any] | None, draft: str) -> ServedSection | None:
         says=f"On {engine}, {result['questions']:,} questions ({result['prompts']}): {result['verdict']}."
         + (compared if result["compared"] else ""),
         cautions=cautions,
-        charts=[chart for chart in (speedup_chart(levels), length_chart(levels)) if chart is not None],
+        charts=[
+            chart
+            for chart in (speedup_chart(levels, result.get("same_engine") is not False), length_chart(levels))
+            if chart is not None
+        ],
         head=[
             "at a time",
             "tokens/s with the draft",
@@ -56,7 +60,7 @@ def served(result: dict[str, Any] | None, draft: str) -> ServedSection | None:
     )
 
 
-def speedup_chart(levels: list[dict[str, Any]]) -> Chart | None:
+def speedup_chart(levels: list[dict[str, Any]], same_engine: bool) -> Chart | None:
     """Speed-up over concurrency with its spread; None where no level has both sides."""
     known = [level for level in levels if level["speedup"] is not None]
     if not known:
@@ -82,7 +86,12 @@ def speedup_chart(levels: list[dict[str, Any]]) -> Chart | None:
         name="chart-served-speedup",
         title="Served speed-up",
         says="Output tokens per second with the draft over those without it, median of the rounds with the least and "
-        "the largest. Below 1.0 the draft costs more than it saves.",
+        "the largest. "
+        + (
+            "Below 1.0 the draft costs more than it saves."
+            if same_engine
+            else "The two servers run different engines, so this is not what the draft gains."
+        ),
         figure=figure_json(figure),
         head=["requests at a time", "speed-up", "least", "largest"],
         rows=[

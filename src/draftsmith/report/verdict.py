@@ -105,6 +105,11 @@ def _sentence(result: dict[str, Any]) -> tuple[Mood, str]:
             "Do not serve this draft: greedy output with it differs from the target's own in float32, where it must "
             "be the same token for token. That is a fault to find, not a matter of training."
         )
+    if length is None and result.get("degenerate") != result["questions"]:
+        return "bad", (
+            "No acceptance estimate: no step with a draft was counted (a reply of one token has none). Measure on "
+            "questions with longer replies, or raise --max-tokens."
+        )
     if length is None:
         return "bad", (
             "No acceptance estimate: every measured reply repeats itself. Measure on other questions, or check the "

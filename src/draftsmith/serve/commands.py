@@ -74,6 +74,8 @@ def launch_of(
             draft was not made for; hidden states of another engine than vLLM.
     """
     engine = _engine(run, settings)
+    if engine == "llamacpp":
+        _refuse_for_llamacpp(settings)
     target = read_json(run / "hidden" / "target.json")
     folder = None if settings.baseline or settings.hidden_states else _exported(run, engine)
     return Launch(
@@ -90,6 +92,12 @@ def launch_of(
         states=_states(run, engine, settings.hidden_states) if settings.hidden_states else (),
         extra=tuple(extra),
     )
+
+
+def log_name(launch: Launch) -> str:
+    """In the run's folder; engines that are served side by side have one each."""
+    role = "" if launch.draft else "-states" if launch.states else "-baseline"
+    return f"serve-{launch.engine}{role}.log"
 
 
 def command(launch: Launch) -> list[str]:
@@ -138,6 +146,8 @@ def _address(launch: Launch) -> list[str]:
 
 def _engine(run: Path, settings: ServeSettings) -> Engine:
     if settings.hidden_states:
+        if settings.baseline:
+            raise UserError("--hidden-states: expected no --baseline beside it, found both; it serves no draft anyway")
         if settings.engine not in (None, "vllm"):
             raise UserError(
                 f"--hidden-states: expected --engine vllm, found {settings.engine}; only vLLM hands them out"
@@ -152,6 +162,17 @@ def _engine(run: Path, settings: ServeSettings) -> Engine:
             f"{'|'.join(get_args(Engine))}` does it (for --baseline alone, name the --engine)"
         )
     return there[0]
+
+
+def _refuse_for_llamacpp(settings: ServeSettings) -> None:
+    """What its GGUF file decides, and a file that is not there."""
+    if settings.dtype != "auto":
+        raise UserError(
+            f"--dtype {settings.dtype}: llama.cpp computes in the type of the target's GGUF file; export with "
+            f"--target-gguf {settings.dtype} (and serve with -- --exact for equal outputs)"
+        )
+    if settings.target is not None and not Path(settings.target).is_file():
+        raise UserError(f"--target {settings.target}: expected a GGUF file, found none")
 
 
 def _exported(run: Path, engine: Engine) -> str:

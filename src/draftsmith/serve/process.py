@@ -38,6 +38,7 @@ SHOWN = 200
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when the thread that started it ends."""
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+MISSING = re.compile(r"No module named '?(vllm|sglang|draftsmith)\b")
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -194,8 +195,15 @@ def _refuse_taken(launch: Launch) -> None:
 
 
 def _ended(engine: subprocess.Popen[bytes], launch: Launch, log: Path, progress: Progress) -> DraftsmithError:
+    said = last_line(log)
+    if MISSING.search(said):
+        return UserError(
+            f"{launch.python}: expected an environment with {launch.engine}, found none ({said}); give another --python"
+        )
     _show_tail(log, progress)
-    return DraftsmithError(f"{launch.engine} ended with status {engine.returncode}: {last_line(log)}; its log is {log}")
+    status = engine.returncode
+    how = signal.Signals(-status).name if status < 0 else f"status {status}"
+    return DraftsmithError(f"{launch.engine} ended with {how}: {said or 'it said nothing'}; its log is {log}")
 
 
 def _show_tail(log: Path, progress: Progress) -> None:

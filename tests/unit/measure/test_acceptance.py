@@ -77,4 +77,11 @@ def test_loops_are_degenerate_and_ordinary_repetition_is_not() -> None:
 def test_a_measurement_of_loops_alone_is_no_estimate() -> None:
     # P42
     assert verdict(5.0, [1.0], 3, 3).startswith("not an acceptance estimate: 3 of 3")
-    assert verdict(None, [None], 0, 2).startswith("not an acceptance estimate")
+
+
+def test_replies_without_a_step_are_not_called_loops() -> None:
+    assert verdict(None, [None], 0, 5).startswith(
+        "not an acceptance estimate: no step with a draft was counted in 5 replies (a reply of one token has none)"
+    )
+    mixed = verdict(None, [None], 2, 5)
+    assert "2 of 5 replies are loops, and no step with a draft was counted in 3 other replies" in mixed

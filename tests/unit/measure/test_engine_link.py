@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 from draftsmith.measure import engine_link
 from draftsmith.measure.counters import CountedEngine, Counters
 from draftsmith.measure.engine_link import Served
-from draftsmith.measure.links import Link
+from draftsmith.measure.engine_states import UNREADABLE
+from draftsmith.measure.links import Link, skipped
 from draftsmith.measure.load import Load
 from draftsmith.measure.scene import Alive
 from draftsmith.measure.streaming import Part, Streamed
 from draftsmith.measure.walks import Walk
+from draftsmith.recipe import DiagnoseSettings
 
 QUESTIONS, TOKENS, K = 8, 40, 3
 
@@ -82,6 +85,48 @@ def test_an_engine_that_drafts_nothing_is_named(monkeypatch: pytest.MonkeyPatch)
     found = counted(monkeypatch, load(1, drafts=False), load(1, drafts=False))
     assert (found.fell, found.suspects[0].name) == ("yes", "the engine drafts nothing")
     assert "--spec-type draft-eagle3" in found.suspects[0].change
+
+
+def test_merged_parts_of_a_stream_are_not_taken_for_longer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Steps of 2 tokens, two of which came in each part.
+    merged = replace(load(4, "vllm"), counted=load(2, "vllm").counted)
+    found = counted(monkeypatch, merged, load(2, "vllm"), expected=2)
+    assert (found.value, found.fell) == (2.0, "no")
+    honest = counted(monkeypatch, load(4, "vllm"), load(4, "vllm"))
+    assert honest.value == 4.0
+
+
+@pytest.mark.parametrize(
+    ("states", "skips"),
+    [
+        (skipped("engine states", "this vLLM was not started with a hidden-states connector"), False),
+        (skipped("engine states", f"/states/1, which vLLM names, {UNREADABLE}: run this on the server's host"), True),
+        (Link(name="engine states", value=0.99, questions=1, noise=None, loss=None), True),
+    ],
+)
+def test_a_server_that_hands_out_states_is_not_judged_as_one_that_drafts(
+    states: Link, skips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def connected(*_: Any) -> tuple[Any, int]:
+        return SimpleNamespace(engine="vllm"), 64
+
+    async def drafted(*_: Any) -> Load:
+        return load(4, "vllm", drafts=False)
+
+    monkeypatch.setattr(engine_link, "connect", connected)
+    monkeypatch.setattr(engine_link, "states_link", lambda *_: states)
+    monkeypatch.setattr(engine_link, "run_load", drafted)
+    scene: Any = SimpleNamespace(context=64, stop_ids=frozenset(), draft_tokens=K)
+    settings = DiagnoseSettings(server="http://here:1")
+    links = engine_link.engine_links(scene, settings, None, None, [Alive("q0", (1, 2), (7, 7))], lambda _: None)
+    assert links[0] is states
+    assert (links[1].note == "this server hands out hidden states and does not draft") == skips
+    assert (links[1].suspects == ()) == skips
+
+
+def test_an_engine_whose_replies_are_one_token_has_no_words_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = Walk(("q0",), *[np.zeros(1, np.int64)] * 4)
+    assert engine_link._other_words(SimpleNamespace(), [Alive("q0", (1, 2), (7,))], short, short) == []  # type: ignore[arg-type]
 
 
 def test_an_engine_whose_target_says_other_words_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,13 @@ def paid(run: Path, **values: Any) -> dict[str, Any]:
     return work_out(run, PayoffSettings(**values), QUIET)
 
 
+@pytest.mark.parametrize("alone", [{"concurrency": [4]}, {"draft_share": 0.1}, {"questions": "q.jsonl"}])
+def test_what_is_for_servers_is_not_dropped_without_one(tmp_path: Path, alone: dict[str, Any]) -> None:
+    flag = next(iter(alone)).replace("_", "-")
+    with pytest.raises(UserError, match=f"payoff: --{flag} says how servers are timed: expected --baseline-server"):
+        paid(measured(tmp_path), **alone)
+
+
 def test_before_there_is_anything_typed_times_and_an_assumed_acceptance_say_what_a_draft_must_reach(
     tmp_path: Path,
 ) -> None:

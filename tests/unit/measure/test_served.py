@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from captured_run import END, OPEN, make_captured_run, said, server
 from draftsmith.artifacts import Plan, Stage, build, read_json, write_json
 from draftsmith.cli import app
 from draftsmith.errors import UserError
+from draftsmith.measure import served, served_result
+from draftsmith.measure.load import Server
 from draftsmith.measure.served import measure_served
 from draftsmith.measure.served_bench import refuse_random
+from draftsmith.measure.served_checks import connect
 from draftsmith.measure.summary import served_table
 from draftsmith.progress import Progress
 from draftsmith.recipe import MeasureSettings, ServedSettings
@@ -113,6 +117,42 @@ def test_sides_measured_one_after_the_other_are_paired_and_it_is_said(run: Path)
     assert other["levels"][0]["speedup"] is None, "a baseline that was asked otherwise is no baseline"
 
 
+def test_two_engines_beside_each_other_are_said_and_never_called_a_gain_of_the_draft(run: Path) -> None:
+    with server("vllm", run, plan=(2, 0)) as draft, server("llamacpp", run) as baseline:
+        result = measured(run, draft.url, baseline.url)
+    assert result["same_engine"] is False
+    names = "vllm 0.5.23 with the draft, llamacpp 0.5.23 without"
+    assert f"the two engines differ ({names}), so what the draft gains is not known" in result["verdict"]
+    assert "pays off" not in result["verdict"] and "pay off" not in result["verdict"]
+    assert any(caution.startswith("expected the same engine on both servers") for caution in result["cautions"])
+
+
+def test_one_engine_on_both_sides_needs_no_word(run: Path) -> None:
+    with server("vllm", run, plan=(2, 0)) as draft, server("vllm", run) as baseline:
+        result = measured(run, draft.url, baseline.url)
+    assert result["same_engine"] is True and result["cautions"] == [] and "engines differ" not in result["verdict"]
+
+
+@pytest.mark.parametrize("changed", ["engine", "version", "model"])
+def test_rounds_of_another_server_are_not_carried_under_the_new_ones_name(
+    changed: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with server("vllm", run) as baseline:
+        measured(run, None, baseline.url, 1)
+        measured(run, None, baseline.url, 2)
+        assert [one["concurrency"] for one in read_json(run / "measure" / "served.json")["levels"]] == [1, 2]
+
+    async def now(*arguments: Any) -> tuple[Server, int]:
+        found, context = await connect(*arguments)
+        return (found if changed == "engine" else replace(found, **{changed: "another"})), context
+
+    monkeypatch.setattr(served, "connect", now)
+    with server("llamacpp" if changed == "engine" else "vllm", run) as baseline:
+        measure_served(run, TWO_ROUNDS, ServedSettings(baseline_server=baseline.url, concurrency=[1]), Progress())
+    assert [one["concurrency"] for one in read_json(run / "measure" / "served.json")["levels"]] == [1]
+    assert "its earlier rounds are dropped" in capsys.readouterr().err
+
+
 def test_a_server_that_drafts_nothing_is_refused(run: Path) -> None:  # P40
     with server("llamacpp", run) as draft, pytest.raises(UserError, match=r"the draft is not working.*--spec-type"):
         measured(run, draft.url, None)
@@ -170,6 +210,58 @@ def test_replies_that_only_repeat_themselves_are_counted_and_left_out(run: Path)
         level = measured(run, draft.url, None)["levels"][0]
     assert (level["degenerate"], level["replies"]) == (6, 12)
     assert level["acceptance_length"] == pytest.approx(29 / 15, abs=1e-4)
+
+
+def test_replies_of_one_token_are_not_called_loops(run: Path) -> None:
+    with server("vllm", run, plan=(2, 0)) as draft:
+        result = measured(run, draft.url, None, max_tokens=1)
+    assert "no step with a draft was counted in 12 replies" in result["verdict"]
+
+
+def loop(prompt: tuple[int, ...]) -> list[int]:
+    return said(prompt)[:8] + [33] * 60
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_loops_alone_have_no_acceptance_length_whatever_the_counters_say(engine: str, run: Path) -> None:
+    with server(engine, run, plan=(2, 0), say=loop) as draft:
+        result = measured(run, draft.url, None)
+    assert result["levels"][0]["acceptance_length"] is None
+    assert "12 of 12 replies are loops" in result["verdict"]
+    assert any("left out of the acceptance, not of the speed" in caution for caution in result["cautions"])
+
+
+def test_loops_that_the_engines_counters_hold_are_said_to_be_in_the_acceptance(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = lambda prompt: loop(prompt) if prompt[-4] % 2 else said(prompt)  # noqa: E731
+    monkeypatch.setattr(served_result, "steps_agree", lambda *_: False)
+    with server("vllm", run, plan=(2, 0), say=some) as draft:
+        result = measured(run, draft.url, None)
+    assert result["levels"][0]["acceptance_from"] == "counters"
+    assert [caution.partition("themselves: ")[2] for caution in result["cautions"]] == [
+        "they are in the acceptance, which only the engine's counters tell, and in the speed"
+    ]
+
+
+def test_loops_are_left_out_where_the_engine_tells_the_steps_of_each_reply(run: Path) -> None:
+    some = lambda prompt: loop(prompt) if prompt[-4] % 2 else said(prompt)  # noqa: E731
+    with server("sglang", run, plan=(2, 0), say=some) as draft:
+        result = measured(run, draft.url, None)
+    assert result["levels"][0]["acceptance_from"] == "replies"
+    assert any("left out of the acceptance" in caution for caution in result["cautions"])
+
+
+@pytest.mark.parametrize(("limit", "refused"), [(3, False), (4, True)])
+def test_a_few_replies_that_begin_otherwise_are_a_caution_and_no_refusal(limit: int, refused: bool, run: Path) -> None:
+    other = lambda prompt: [OPEN, *range(60, 80), END]  # noqa: E731
+    with server("vllm", run, plan=(1,), say=other) as draft:
+        if refused:
+            with pytest.raises(UserError, match="serves another model"):
+                measured(run, draft.url, None, limit=limit)
+        else:
+            [caution] = measured(run, draft.url, None, limit=limit)["cautions"]
+            assert "0 of 3 greedy replies begin" in caution and "too few to tell; ask at least 4" in caution
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -172,6 +172,10 @@ def test_a_run_s_held_out_questions_are_measured_lossless_with_every_key_of_the_
     assert result["acceptance_length"] is None or 1 <= result["acceptance_length"] <= 5
     assert result["timed_identical_to_float32"] == 1.0
     assert len(result["rounds"]) == 2
+    timed = rows_of(run)[:2]
+    for one in result["rounds"]:
+        assert one["steps"] == sum(len(row["cycles"]) for row in timed)
+        assert one["baseline_steps"] == sum(len(row["ids"]) - 1 for row in timed)
     for name in ("tokens_per_second", "baseline_tokens_per_second", "speedup"):
         assert result[name] > 0
     assert result["sampling"]["temperature"] == 0 and result["sampling"]["max_tokens"] == 30

@@ -11,6 +11,7 @@ from draftsmith.errors import UserError
 from draftsmith.measure import steptimes
 from draftsmith.measure.counters import Counters
 from draftsmith.measure.load import Load
+from draftsmith.measure.served_checks import ENOUGH_PAIRS
 from draftsmith.measure.steptimes import (
     LEAST_PROMPTS,
     PER_REQUEST,
@@ -97,7 +98,10 @@ def test_both_servers_are_timed_at_every_concurrency_and_the_depth_is_the_server
         assert level.replies is not None and level.replies.tokens == 30
     assert measured.source == f"measured on {engine} with and without the draft"
     assert all("while no prompt was read" in caution for caution in measured.cautions)  # replies take no time here
-    warm_up, timed = PER_REQUEST * (1 + 2), 2 * LEAST_PROMPTS  # few requests at a time are timed on some more prompts
+    warm_up, timed = (
+        ENOUGH_PAIRS + PER_REQUEST * 2,
+        2 * LEAST_PROMPTS,
+    )  # few requests at a time are timed on some more prompts
     assert len(draft.asked) == len(baseline.asked) == warm_up + timed
 
 
@@ -132,7 +136,7 @@ def test_more_at_a_time_than_there_are_questions_asks_them_again(run: Path) -> N
         measured = served_steps(run, asked(5, baseline_server=baseline.url, draft_tokens=1), 0.1, QUIET)
     assert measured.levels[0].times.concurrency == 5
     prompts = [tuple(body["prompt"]) for body in baseline.asked]
-    prompts_alone = PER_REQUEST + LEAST_PROMPTS  # one at a time: what reading them takes
+    prompts_alone = ENOUGH_PAIRS + LEAST_PROMPTS  # one at a time: what reading them takes
     assert len(prompts) == 2 * PER_REQUEST * (5 + 10) + prompts_alone and len(set(prompts)) == 6
 
 
@@ -143,7 +147,7 @@ def test_a_plain_server_stands_in_for_one_that_drafts_and_it_is_said(run: Path) 
     times = measured.levels[0].times
     assert list(times.with_draft) == [3] and times.step(3) > 3 * 0.25 * times.target
     # 4 tokens of 2 requests are as 8 requests; one at a time for what the prompts take.
-    warm_up, timed = PER_REQUEST * (1 + 2 + 8), 2 * LEAST_PROMPTS + PER_REQUEST * 8
+    warm_up, timed = ENOUGH_PAIRS + PER_REQUEST * (2 + 8), 2 * LEAST_PROMPTS + PER_REQUEST * 8
     assert len(baseline.asked) == warm_up + timed
 
 
@@ -174,10 +178,11 @@ def test_a_server_that_is_not_what_it_is_taken_for_is_refused(
         served_steps(run, asked(server=draft.url, baseline_server=baseline.url), None, QUIET)
 
 
-def test_another_model_is_refused(run: Path) -> None:
+def test_another_model_is_refused_also_where_one_request_at_a_time_is_timed(run: Path) -> None:
     other = lambda prompt: [OPEN, *range(60, 80), 5]  # noqa: E731
     with server("vllm", run, say=other) as baseline, pytest.raises(UserError, match="serves another model"):
         served_steps(run, asked(baseline_server=baseline.url), 0.1, QUIET)
+    assert len(baseline.asked) == ENOUGH_PAIRS
 
 
 def test_replies_of_one_token_have_no_steps(run: Path) -> None:
@@ -234,15 +239,38 @@ RESULT = {
 }
 
 
-def test_the_reference_measurement_gives_steps_that_give_its_own_speed_up() -> None:
+def test_an_older_reference_measurement_gives_steps_that_give_its_own_speed_up() -> None:
     level = reference_steps(RESULT).levels[0]
     assert 2.0 * level.times.target / level.times.step(4) == pytest.approx(50 / 40)
     assert level.spread == pytest.approx(1.3 / 1.2)
 
 
-def test_a_reference_measurement_of_nothing_but_loops_has_no_steps() -> None:
+def test_an_older_reference_measurement_of_nothing_but_loops_has_no_steps() -> None:
     with pytest.raises(UserError, match="no acceptance length"):
         reference_steps({**RESULT, "acceptance_length": None})
+
+
+def a_round(seconds: float, steps: int, baseline_seconds: float, baseline_steps: int) -> dict[str, Any]:
+    found = {"seconds": seconds, "steps": steps, "baseline_seconds": baseline_seconds, "speedup": 1.0}
+    return {**found, "baseline_steps": baseline_steps}
+
+
+def test_a_reference_step_is_of_the_timed_replies_whatever_is_accepted_in_the_others() -> None:
+    # A loop was timed: 5 tokens a step at 50 ms, where plain ones take 20 ms. All other replies give 2 tokens a step.
+    rounds = [a_round(2.0, 40, 4.0, 200), a_round(2.2, 40, 4.2, 200), a_round(1.8, 40, 3.8, 200)]
+    times = reference_steps({**RESULT, "tokens_per_second": 100.0, "rounds": rounds}).levels[0].times
+    assert (times.step(4), times.target) == pytest.approx((0.050, 0.020))
+    assert RESULT["acceptance_length"] * times.target / times.step(4) < 1, "two tokens in 50 ms do not pay off"
+
+
+def test_a_reference_measurement_of_nothing_but_loops_has_steps_where_they_are_counted() -> None:
+    found = reference_steps({**RESULT, "acceptance_length": None, "rounds": [a_round(2.0, 40, 4.0, 200)]})
+    assert found.levels[0].times.step(4) == pytest.approx(0.050)
+
+
+def test_timed_replies_of_one_token_have_no_reference_step() -> None:
+    with pytest.raises(UserError, match="expected timed replies of several tokens"):
+        reference_steps({**RESULT, "rounds": [a_round(2.0, 0, 4.0, 0)]})
 
 
 def test_a_draft_step_costs_its_share_of_the_weights_read_per_token() -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from draftsmith.measure.decode import DraftProposer, Verifier, decode_speculative
 from draftsmith.measure.links import Link, Suspect, concluded, measured, ranked, skipped
-from draftsmith.measure.training_link import rounded_norms
+from draftsmith.measure.training_link import _teacher_suspects, rounded_norms
 from draftsmith.measure.walks import Loss, Walk, Words, loss, shared, walk, walk_of
 from draftsmith.target.reply import Sampling
 from draftsmith.target.states import StateTap
@@ -120,6 +123,45 @@ def test_too_few_questions_are_said_to_be_too_few_and_not_called_clean() -> None
     found = concluded([link, skipped("engine", "no server")], 4, 3, "vllm")
     assert found.verdict.startswith("cannot tell: 3 questions")
     assert (found.clean, found.link) == (False, None)
+
+
+def test_clean_is_said_of_the_links_that_were_measured() -> None:
+    live = measured("live", a_walk([20] * 12, [10] * 12))
+    every = concluded([live], 4, 12, "vllm")
+    assert every.verdict.startswith("clean: acceptance does not fall anywhere in the chain (2.00 tokens per target")
+    found = concluded([live, skipped("export", "none"), skipped("engine", "no server")], 4, 12, "vllm")
+    assert found.verdict == (
+        "clean: acceptance does not fall in the links measured (2.00 tokens per target forward at `live`); not "
+        "measured: `export`, `engine`; what is missing, training must bring"
+    )
+    assert found.clean
+
+
+def test_a_chain_of_which_nothing_was_measured_is_not_clean() -> None:
+    found = concluded([skipped("live", "unreadable"), skipped("engine", "no server")], 4, 0, "vllm")
+    assert found.verdict.startswith("nothing was measured")
+    assert (found.clean, found.link) == (False, None)
+
+
+def test_no_question_with_a_step_is_no_acceptance_length_of_one() -> None:
+    for one in (a_walk([], []), a_walk([0, 0], [0, 0])):
+        link = measured("export", one, note="would not run")
+        assert link.value is None and link.note == "no question had a step to measure; would not run"
+        found = concluded([link], 4, 2, "vllm")
+        assert "not working" not in found.verdict
+
+
+def test_the_last_acceptance_length_is_never_a_share_of_states() -> None:
+    states = Link(name="engine states", value=0.99, questions=1, noise=None, loss=None)
+    found = concluded([measured("live", a_walk([20] * 12, [10] * 12)), states], 4, 12, "vllm")
+    assert "2.00 tokens per target forward at `live`" in found.verdict
+
+
+@pytest.mark.parametrize("damage", [0.0, float("nan")])
+def test_stored_states_without_a_whole_row_say_nothing_of_norm_and_head(damage: float) -> None:
+    states = SimpleNamespace(final=torch.full((3, 8), damage), argmax=torch.zeros(3))
+    scene: Any = SimpleNamespace(held_out=["trace"], states=lambda _: states)
+    assert _teacher_suspects(scene) == []
 
 
 def test_norms_kept_in_bf16_are_seen_and_a_draft_all_in_bf16_tells_nothing() -> None:

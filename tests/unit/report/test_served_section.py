@@ -53,6 +53,16 @@ def test_speed_and_acceptance_are_drawn_over_concurrency_with_their_spread() -> 
     assert "30 of 32 greedy replies were the same" in section.says
 
 
+def test_a_speed_up_between_two_engines_is_not_called_the_drafts() -> None:
+    says = {
+        same: section.charts[0].says
+        for same in (True, False, None)
+        if (section := served(result(level(1, 1.4), same_engine=same), "abc"))
+    }
+    assert "not what the draft gains" in says[False]
+    assert all(says[same].endswith("Below 1.0 the draft costs more than it saves.") for same in (True, None))
+
+
 def test_one_round_has_no_spread_to_draw_or_to_list() -> None:
     section = served(result({**level(1, 1.4), "speedup_spread": None}), "abc")
     assert section is not None

@@ -38,6 +38,13 @@ def test_the_sentence_says_what_was_measured(changes: dict[str, Any], mood: str,
     assert (found.mood, words in found.sentence) == (mood, True), found.sentence
 
 
+def test_without_an_estimate_loops_and_replies_without_a_step_are_told_apart() -> None:
+    loops = verdict({**RESULT, "acceptance_length": None, "degenerate": 32}, "RUN").sentence
+    short = verdict({**RESULT, "acceptance_length": None, "degenerate": 2}, "RUN").sentence
+    assert "every measured reply repeats itself" in loops and "repeats" not in short
+    assert "no step with a draft was counted" in short
+
+
 # P40
 def test_a_draft_that_nothing_is_accepted_of_is_broken_and_needs_no_data() -> None:
     found = verdict({**RESULT, "acceptance_length": 1.0, "speedup": 0.6}, "RUN")

@@ -11,7 +11,7 @@ from draftsmith.__main__ import main
 from draftsmith.artifacts import MANIFEST, write_json
 from draftsmith.errors import UserError
 from draftsmith.recipe import ServeSettings
-from draftsmith.serve.commands import VLLM_PYTHON, command, elsewhere, launch_of
+from draftsmith.serve.commands import VLLM_PYTHON, command, elsewhere, launch_of, log_name
 
 
 def make_run(run: Path, *engines: str, measured: int | None = None, gguf: bool = True, positions: int = 4096) -> Path:
@@ -106,6 +106,14 @@ def test_the_command_for_elsewhere_names_files_by_whole_paths(tmp_path: Path, mo
     assert json.loads(after(line, "--speculative-config"))["model"] == str(tmp_path / "run" / "export" / "vllm")
 
 
+def test_engines_served_side_by_side_have_a_log_each(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "vllm")
+    write_json(run / "export" / "vllm" / "config.json", {"eagle_aux_hidden_state_layer_ids": [2, 15, 27]})
+    kinds: list[dict[str, Any]] = [{}, {"baseline": True}, {"hidden_states": "states"}]
+    logs = [log_name(launch_of(run, ServeSettings(**kind), (), {})) for kind in kinds]
+    assert logs == ["serve-vllm.log", "serve-vllm-baseline.log", "serve-vllm-states.log"]
+
+
 def test_a_targets_long_context_is_not_allocated_by_llamacpp_unasked(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "llamacpp", "vllm", positions=262144)
     assert after(words(run, engine="llamacpp", parallel=1), "--context") == "8192"
@@ -158,6 +166,9 @@ def test_the_interpreter_of_vllms_environment_is_taken_from_the_environment(tmp_
             "--hidden-states: expected --engine vllm, found lla",
         ),
         (("llamacpp",), {"hidden_states": "s"}, "vllm: not exported"),
+        (("vllm",), {"hidden_states": "s", "baseline": True}, "--hidden-states: expected no --baseline beside it"),
+        (("llamacpp",), {"dtype": "float32"}, "--dtype float32: llama.cpp computes in the type of .* --target-gguf"),
+        (("llamacpp",), {"target": "nope.gguf"}, "--target nope.gguf: expected a GGUF file, found none"),
         (("vllm",), {"context": 5000}, "--context 5000: target and draft were made for 4096 ids at most"),
     ],
 )
@@ -172,7 +183,9 @@ def test_llamacpp_without_a_file_of_the_target_says_how_to_get_one(tmp_path: Pat
     run = make_run(tmp_path / "run", "llamacpp", gguf=False)
     with pytest.raises(UserError, match="export with --target-gguf bfloat16, or give --target FILE.gguf"):
         launch_of(run, ServeSettings(), (), {})
-    assert launch_of(run, ServeSettings(target="other.gguf"), (), {}).target == "other.gguf"
+    other = tmp_path / "other.gguf"
+    other.touch()
+    assert launch_of(run, ServeSettings(target=str(other)), (), {}).target == str(other)
 
 
 def test_an_address_for_every_interface_is_asked_on_this_machine(tmp_path: Path) -> None:

@@ -169,6 +169,29 @@ def test_an_engine_that_dies_while_it_loads_is_quoted(
     assert soon(lambda: gone(child))
 
 
+def test_an_interpreter_without_the_engine_is_a_users_mistake(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: Progress
+) -> None:
+    monkeypatch.setattr(process, "command", lambda launch: [launch.python, "-S", "-m", "vllm.entrypoints"])
+    with (
+        pytest.raises(UserError, match=r"expected an environment with vllm, found none .*; give another --python"),
+        running(launch, tmp_path / "engine.log", progress, 30),
+    ):
+        pass
+
+
+def test_an_engine_that_is_killed_without_a_word_is_said_to_be(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: Progress
+) -> None:
+    words = [sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]
+    monkeypatch.setattr(process, "command", lambda launch: words)
+    with (
+        pytest.raises(DraftsmithError, match="vllm ended with SIGSEGV: it said nothing; its log is"),
+        running(launch, tmp_path / "engine.log", progress, 30),
+    ):
+        pass
+
+
 def test_an_engine_that_never_answers_is_given_up(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: Progress
 ) -> None:
@@ -235,7 +258,7 @@ def test_serving_says_the_command_for_other_hosts_and_ends_with_the_engine(
         return engine
 
     monkeypatch.setattr(subprocess, "Popen", noted)
-    with pytest.raises(DraftsmithError, match="vllm ended with status -9"):
+    with pytest.raises(DraftsmithError, match="vllm ended with SIGKILL"):
         serve(launch, tmp_path / "engine.log", Listening(quiet=True), 30)
     assert said[0] == f"on another host: vllm serve toy --host 127.0.0.1 --port {launch.port}"
     assert any(line.startswith(f"ready at {launch.url} (vllm, without a draft)") for line in said)
