@@ -9,12 +9,16 @@ missing field means and in what a layer id means; here those differences end. Wh
 from __future__ import annotations
 
 import json
+import pickle
+import struct
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,6 +38,11 @@ OWN_BLOCK = "draftsmith"
 NORM_BEFORE_RESIDUAL_WHEN_MISSING: dict[str, bool] = {"vllm": False, "sglang": False, "speculators": True}
 """vLLM 0.32: models/llama_eagle3.py reads False; transformers_utils/configs/speculators/algos.py `update_eagle3` fills
 in True. SGLang 0.5.23 has no such field and computes False (srt/models/llama_eagle3.py)."""
+
+TOP_LEVEL_ALONE = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+TOP_LEVEL_FIRST = ("target_hidden_size", "eagle_aux_hidden_state_layer_ids")
+"""Fields of the speculators format that count at the top level whatever the layer's config says, and those for which
+the layer's counts where the top level has none (vLLM 0.32, configs/speculators/algos.py `update_eagle3`)."""
 
 UNKNOWN_LAYERS = 0
 """`DraftConfig.target_layers` of a published draft, whose config does not say how deep its target is."""
@@ -59,6 +68,9 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "d2t": ("draft_vocab",),
     "t2d": ("vocab",),
 }
+PICKLED = "pytorch_model.bin"
+"""Read where there are no safetensors; the first EAGLE-3 drafts were published so."""
+
 OPTIONAL = frozenset({"lm_head.weight", "embed_tokens.weight", "d2t", "t2d"})
 """Tensors a draft may leave out: the target's are used, or the vocabulary is the target's whole one."""
 
@@ -114,11 +126,27 @@ def format_of(raw: Mapping[str, Any]) -> Format:
 
 
 def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The layer's config: the file itself, or for speculators its `transformer_layer_config` under the top level."""
+    """The layer's config: the file itself, or for speculators what vLLM reads, and under it the rest of the top level,
+    which the speculators library reads."""
+    top = {key: value for key, value in raw.items() if key != "transformer_layer_config"}
+    return {**top, **as_vllm_reads(raw)}
+
+
+def as_vllm_reads(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with nothing that vLLM passes over: of a speculators top level, only what it copies into the layer's
+    config (vLLM 0.32, configs/speculators/base.py and algos.py)."""
     if format_of(raw) != "speculators":
         return dict(raw)
-    top = {key: value for key, value in raw.items() if key != "transformer_layer_config"}
-    return {**top, **raw.get("transformer_layer_config", {})}
+    layer = raw.get("transformer_layer_config")
+    config = dict(layer) if isinstance(layer, dict) else {}
+    for name in TOP_LEVEL_ALONE:
+        config.pop(name, None)
+        if name in raw:
+            config[name] = raw[name]
+    for name in TOP_LEVEL_FIRST:
+        if raw.get(name):
+            config[name] = raw[name]
+    return config
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -131,10 +159,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     names = sorted({*read_json(index)["weight_map"].values()}) if index.exists() else ["model.safetensors"]
     if (folder / "draft.safetensors").exists():
         names = ["draft.safetensors"]
-    pickled = folder / "pytorch_model.bin"
+    pickled = folder / PICKLED
     if not (folder / names[0]).exists() and pickled.exists():
-        loaded: dict[str, Tensor] = torch.load(pickled, map_location="cpu", weights_only=True)
-        return loaded
+        return read_pickled(pickled)
     tensors: dict[str, Tensor] = {}
     for name in names:
         try:
@@ -146,6 +173,25 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise UserError(f"{folder / name}: expected safetensors, found something else ({error})") from None
     return tensors
+
+
+def read_pickled(path: Path) -> dict[str, Tensor]:
+    """The tensors of a .bin; in torch's zip format they stay on disk until one is used.
+
+    Raises:
+        UserError: a file that cannot be read, or that holds something else than tensors.
+    """
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (OSError, RuntimeError, ValueError, EOFError, struct.error, pickle.UnpicklingError, zipfile.BadZipFile) as e:
+        said = str(e).strip().splitlines()
+        why = said[0] if said else type(e).__name__
+        raise UserError(f"{path}: expected tensors saved by torch, found something else ({why})") from None
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise UserError(
+            f"{path}: expected nothing but named tensors, found other things too; save its state dict alone"
+        )
+    return loaded
 
 
 def renamed(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -259,9 +305,35 @@ def target_ids(d2t: Tensor, target_vocab: int, name: str, t2d: Tensor | None = N
 
 
 def layer_config(flat: Mapping[str, Any]) -> LlamaConfig:
-    """A flat config as transformers' LlamaConfig reads it (nested or flat rope alike)."""
-    known = {key: value for key, value in flat.items() if key not in ("model_type", "architectures", OWN_BLOCK)}
-    return LlamaConfig(**json.loads(json.dumps(known)))
+    """A flat config as transformers' LlamaConfig reads it (nested or flat rope alike).
+
+    Raises:
+        UserError: sizes that LlamaConfig refuses; it wants whole heads also where the config names a head_dim.
+    """
+    named = text_rope(flat)
+    known = {key: value for key, value in named.items() if key not in ("model_type", "architectures", OWN_BLOCK)}
+    try:
+        return LlamaConfig(**json.loads(json.dumps(known)))
+    except (StrictDataclassError, ZeroDivisionError, KeyError) as error:
+        names = ("hidden_size", "num_attention_heads", "head_dim")
+        found = ", ".join(f"{name} {flat.get(name)!r}" for name in names)
+        why = str(error.args[0]).splitlines()[-1].strip().rstrip(".")
+        raise UserError(
+            f"config.json: expected a Llama layer's config, found {found}; such a draft cannot be read here ({why})"
+        ) from None
+
+
+def text_rope(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with multimodal rope (mrope) named as what it is for text, whose three positions are one: the default
+    rope. Engines rename it too (vLLM 0.32, transformers_utils/config.py `patch_legacy_rope_type`; SGLang 0.5.23,
+    srt/models/llama_eagle3.py)."""
+    config = dict(flat)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name)
+        if isinstance(rope, dict) and "mrope_section" in rope and rope.get("rope_type", rope.get("type")) == "mrope":
+            kept = {key: value for key, value in rope.items() if key not in ("type", "mrope_section")}
+            config[name] = {**kept, "rope_type": "default"}
+    return config
 
 
 def named_layers(flat: Mapping[str, Any]) -> list[int] | None:

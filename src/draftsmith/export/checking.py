@@ -19,7 +19,7 @@ from torch import Tensor
 from draftsmith.artifacts import read_json
 from draftsmith.draft import layer_ids
 from draftsmith.draft.checkpoint import load_draft
-from draftsmith.draft.loading import flattened, target_ids
+from draftsmith.draft.loading import PICKLED, as_vllm_reads, named_layers, read_pickled, target_ids
 from draftsmith.draft.unroll import Batch
 from draftsmith.errors import UserError
 from draftsmith.export import llamacpp
@@ -136,7 +136,18 @@ def check_path(path: Path, engine: Engine | None, run: Path | None, reference: P
         run = own.parent if run is None and own.name == "export" and (own.parent / "hidden").is_dir() else run
     ours = run is not None and any(folder.resolve().parent == (run / "export").resolve() for folder in folders)
     checks = [_folder(folder, engine or made_for(folder), run, ours) for folder in folders]
-    return Checked(tuple(checks), compare_drafts(folders[0], reference) if reference else None)
+    return Checked(tuple(checks), _compared(folders, reference) if reference else None)
+
+
+def _compared(folders: Sequence[Path], reference: Path) -> Comparison:
+    """The first of the folders that has a config.json beside the reference."""
+    ours = next((folder for folder in folders if (folder / "config.json").exists()), None)
+    if ours is None:
+        raise UserError(
+            f"--compare: expected a draft with a config.json (vllm, speculators, sglang), found {folders[0]}; a GGUF "
+            "file names everything otherwise"
+        )
+    return compare_drafts(ours, reference)
 
 
 def _folder(folder: Path, engine: Engine, run: Path | None, ours: bool) -> FolderCheck:
@@ -183,16 +194,16 @@ def _alone(folder: Path, engine: Engine) -> tuple[Finding, ...]:
     else:
         raw = read_json(folder / "config.json")
         d2t, t2d = _maps(folder)
-        found = [_shapes(raw, folder)]
-    flat = flattened(raw)
+        found = [_shapes(raw, folder, engine)]
+    flat = as_vllm_reads(raw)
     if d2t is not None:
         found.append(_map(d2t, t2d, flat.get("vocab_size"), str(folder)))
-    return (*found, Finding("layers", "passed", "", _meaning(engine, raw)))
+    return (*found, _layers(engine, raw))
 
 
-def _shapes(raw: dict[str, Any], folder: Path) -> Finding:
+def _shapes(raw: dict[str, Any], folder: Path, engine: Engine) -> Finding:
     """The tensors in the files beside those that the config asks for."""
-    wanted = promised(raw, str(folder))
+    wanted = promised(raw, str(folder), engine)
     stored = {name.removeprefix("model.").replace("midlayer.", "layers.0."): one.shape
               for name, one in stored_shapes(folder).items()}  # fmt: skip
     wrong = [f"{name} {list(stored[name])} instead of {list(wanted[name].shape)}"
@@ -208,7 +219,10 @@ def _shapes(raw: dict[str, Any], folder: Path) -> Finding:
 def _maps(folder: Path) -> tuple[Tensor | None, Tensor | None]:
     """d2t and t2d, without reading another tensor."""
     found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths and (folder / PICKLED).exists():
+        found = {name.removeprefix("model."): tensor for name, tensor in read_pickled(folder / PICKLED).items()}
+    for path in paths:
         with safe_open(path, framework="pt") as file:
             found |= {name.removeprefix("model."): file.get_tensor(name) for name in file.keys()  # noqa: SIM118
                       if name.removeprefix("model.") in ("d2t", "t2d")}  # fmt: skip
@@ -224,17 +238,26 @@ def _map(d2t: Tensor, t2d: Tensor | None, vocab: Any, name: str) -> Finding:
     return Finding("vocabulary", "passed", expected, expected)
 
 
-def _meaning(engine: Engine, raw: dict[str, Any]) -> str:
+def _layers(engine: Engine, raw: dict[str, Any]) -> Finding:
     """What the layer ids mean to the engine, in words."""
+    expected = "ids of layers that a target has"
     if engine == "sglang":
         ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
         if not ids:
-            return "none named in eagle_config: SGLang's default, outputs of layers 1, n // 2 - 1, n - 4"
+            words = "none named in eagle_config: SGLang's default, outputs of layers 1, n // 2 - 1, n - 4"
+            return Finding("layers", "passed", "", words)
         plain = layer_ids.sglang_takes(ids, "llama", DEEP)
         other = layer_ids.sglang_takes(ids, "kimi_k2", DEEP)
+        if not plain:
+            return Finding("layers", "failed", expected, f"found {ids}: no target hands out such layers")
         words = f"outputs of layers {list(plain)} of a Llama or Qwen target"
-        return words if other == plain else f"{words}, of layers {list(other)} of a DeepSeek or Kimi target"
+        if other != plain:
+            words = f"{words}, of layers {list(other)} of a DeepSeek or Kimi target"
+        return Finding("layers", "passed", "", words)
     taken = ENGINES[engine].taken_layers(raw, {"num_layers": DEEP})
+    if not taken:
+        found = f"found {named_layers(as_vllm_reads(raw))}: no target hands out such layers"
+        return Finding("layers", "failed", expected, found)
     if max(taken) > DEEP // 4:
-        return "none named: vLLM's default, outputs of layers 1, n // 2 - 1, n - 4"
-    return f"outputs of layers {list(taken)}"
+        return Finding("layers", "passed", "", "none named: vLLM's default, outputs of layers 1, n // 2 - 1, n - 4")
+    return Finding("layers", "passed", "", f"outputs of layers {list(taken)}")

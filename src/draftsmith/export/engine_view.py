@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.draft.eagle3 import AUX_STATES, DraftConfig, Eagle3Draft
-from draftsmith.draft.loading import SHAPES, check_shapes, flattened, layer_config, target_ids
+from draftsmith.draft.loading import SHAPES, as_vllm_reads, check_shapes, layer_config, target_ids
 from draftsmith.errors import UserError
 from draftsmith.export import llamacpp
 from draftsmith.export.engine_module import EngineModule
@@ -103,7 +103,7 @@ def as_engine_runs(folder: Path, engine: Engine, target: Mapping[str, Any], head
     """
     view = look(folder, engine, target, head)
     if view.refusals:
-        raise UserError(f"{folder}: {READERS[view.engine]} cannot run this draft: {'; '.join(view.refusals)}")
+        raise UserError(f"{folder}: cannot be run as {READERS[view.engine]} reads it: {'; '.join(view.refusals)}")
     return built(view, head)
 
 
@@ -124,7 +124,11 @@ def built(view: View, head: TargetHead) -> EngineDraft:
     draft.set_embedding(view.embedding.float())
     for parameter_name, parameter in draft.trained().items():
         if parameter_name in weights:  # norms around fc that the files lack stay at one, as engines make them
-            parameter.copy_(weights[parameter_name].float())
+            stored = weights[parameter_name]
+            if stored.shape != parameter.shape:  # of the norms around fc, which `check_shapes` does not know
+                expected, found = list(parameter.shape), list(stored.shape)
+                raise UserError(f"{name}: expected {parameter_name} {expected} by its config, found {found}")
+            parameter.copy_(stored.float())
     ids = view.ids.clamp(0, config.target_vocab_size - 1)
     draft.d2t.copy_(ids - torch.arange(len(ids)))
     draft.t2d.index_fill_(0, ids, True)
@@ -144,12 +148,12 @@ def look(folder: Path, engine: Engine, target: Mapping[str, Any], head: TargetHe
     if report.stops:
         raise UserError(f"{folder}: {report.reader} stops at a config without {', '.join(report.stops)}; write them")
     files = llamacpp.read_files(folder) if engine == "llamacpp" else read_folder(folder, engine)
-    flat, reading = flattened(files.raw), ENGINES[engine].read_back(files.raw)
+    flat, reading = as_vllm_reads(files.raw), ENGINES[engine].read_back(files.raw)
     layers = ENGINES[engine].taken_layers(files.raw, target)
     vocab = target["config"].get("vocab_size") or len(head.embed_tokens)
     vocabulary, ids = _vocabulary(engine, flat, files.tensors, vocab, str(folder))
     embedding, embedding_used = _embedding(reading, files.tensors.get(EMBEDDING), head.embed_tokens)
-    own_head, head_used = _head(report, flat, files.tensors.get(HEAD), head, vocab)
+    own_head, head_used = _head(report, reading, flat, files.tensors.get(HEAD), head, vocab)
     findings = [
         _architecture(engine, reading),
         _fields(report),
@@ -173,7 +177,7 @@ def look(folder: Path, engine: Engine, target: Mapping[str, Any], head: TargetHe
     rope = engine_rope(engine, files.raw)
     return View(
         *(engine, folder, files, flat, reading, report, layers, rope),
-        *(ids, embedding_used, head_used, tuple(findings), (*refusals, *_beyond(flat))),
+        *(ids, embedding_used, head_used, tuple(findings), (*refusals, *_beyond(engine, flat))),
     )
 
 
@@ -199,25 +203,30 @@ def _config(view: View) -> DraftConfig:
     )
 
 
-def _beyond(flat: Mapping[str, Any]) -> list[str]:
-    """What the reference decoder cannot compute, by name."""
+def _beyond(engine: Engine, flat: Mapping[str, Any]) -> list[str]:
+    """What the reference decoder cannot compute, by name; the engine itself may well."""
     llama = layer_config(flat)
     sliding = "sliding_attention" in (flat.get("layer_types") or ())
+    # SGLang's MLP has no biases, whatever the config says.
+    biases = [name for name in ("attention_bias", "mlp_bias", "bias") if (engine, name) != ("sglang", "mlp_bias")]
     found = {
         "num_hidden_layers": (llama.num_hidden_layers, 1),
         "num_aux_hidden_states": (flat.get("num_aux_hidden_states") or AUX_STATES, AUX_STATES),
         "target_hidden_size": (flat.get("target_hidden_size") or llama.hidden_size, llama.hidden_size),
         "hidden_act": (llama.hidden_act, "silu"),
         "kv_lora_rank (latent attention)": (flat.get("kv_lora_rank"), None),
-        **{f"{name} (biases)": (bool(flat.get(name)), False) for name in ("attention_bias", "mlp_bias", "bias")},
+        "model_type (Qwen3 layer)": (engine == "speculators" and flat.get("model_type") == "qwen3", False),
+        **{f"{name} (biases)": (bool(flat.get(name)), False) for name in biases},
         "layer_types (sliding attention)": (sliding, False),
     }
-    return [f"{name}: expected {wanted}, found {value}" for name, (value, wanted) in found.items() if value != wanted]
+    return [f"cannot be computed here: {name}: expected {wanted}, found {value}"
+            for name, (value, wanted) in found.items() if value != wanted]  # fmt: skip
 
 
 def _architecture(engine: Engine, reading: Reading) -> Finding:
     known = bool({*reading.known_architectures} & {*reading.architectures})
-    found = f"{list(reading.architectures)} is an EAGLE-3 Llama draft to {engine}"
+    kind = "" if any("Qwen3ForCausalLM" in name for name in reading.architectures) else " Llama"
+    found = f"{list(reading.architectures)} is an EAGLE-3{kind} draft to {engine}"
     if known:
         return Finding("architecture", "passed", "", found)
     expected = f"one of {', '.join(reading.known_architectures)}"
@@ -331,17 +340,27 @@ def _embedding(reading: Reading, stored: Tensor | None, target: Tensor) -> tuple
 
 
 def _head(
-    report: LoadReport, flat: Mapping[str, Any], stored: Tensor | None, target: TargetHead, vocab: int
+    report: LoadReport,
+    reading: Reading,
+    flat: Mapping[str, Any],
+    stored: Tensor | None,
+    target: TargetHead,
+    vocab: int,
 ) -> tuple[Finding, Tensor | None]:
     """Which head the engine will use (P37)."""
     size = flat.get("draft_vocab_size") or vocab
     expected = f"{HEAD} [{size}, {flat.get('hidden_size')}]"
+    line = next((line for line in report.tensors if line.name == HEAD), None)
+    note = line.note if line else "not in the files"
+    if reading.tied_head:
+        # As it should be only where the target's own head is its embedding and the draft has no other.
+        same = stored is None and size == vocab and torch.equal(target.embed_tokens, target.lm_head)
+        return Finding("head", "warning" if same else "failed", expected, f"found {note}"), target.embed_tokens[:size]
     if stored is not None:
         fits = list(stored.shape) == [size, flat.get("hidden_size")]
         found = f"found {list(stored.shape)}"
         return Finding("head", "passed" if fits else "failed", expected, expected if fits else found), stored
-    [line] = [line for line in report.tensors if line.name == HEAD]
-    if line.use == "shared":
-        return Finding("head", "warning", expected, f"found none: {line.note} is used"), target.lm_head
+    if line and line.use == "shared":
+        return Finding("head", "warning", expected, f"found none: {note} is used"), target.lm_head
     served = target.lm_head[:size] if report.engine in ("vllm", "speculators") else None
-    return Finding("head", "failed", expected, f"found none: {line.note}"), served
+    return Finding("head", "failed", expected, f"found none: {note}"), served

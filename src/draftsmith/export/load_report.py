@@ -14,12 +14,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.artifacts import read_json
-from draftsmith.draft.loading import OPTIONAL, OWN_BLOCK, SHAPES, flattened
-from draftsmith.export import llamacpp
+from draftsmith.draft.loading import OPTIONAL, OWN_BLOCK, SHAPES, as_vllm_reads
+from draftsmith.export import llamacpp, speculators
 from draftsmith.export.engines import ENGINES, READERS, reader_of
 from draftsmith.export.reading import RARE, REQUIRED, Reading, canonical
-from draftsmith.export.shapes import FC_NORMS, INPUT_NORM, MLA_FIELDS, Shape, axes_of, is_mla, stored_shapes
-from draftsmith.export.speculators import LIBRARY_DEFAULTS
+from draftsmith.export.shapes import (
+    INPUT_NORM,
+    MLA_FIELDS,
+    Shape,
+    axes_of,
+    fc_norms,
+    is_mla,
+    layer_count,
+    stored_shapes,
+)
 from draftsmith.recipe import Engine
 
 FieldUse = Literal["read", "default", "stops", "ignored"]
@@ -28,6 +36,8 @@ TensorUse = Literal["read", "shared", "skipped", "dropped", "made", "unset", "st
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
+LOST_HEAD = (HEAD, "dropped")
+TIED = "tie_word_embeddings is true: SGLang serves the target's embedding under the draft's ids"
 SHOWN_VALUE = 60
 LLAMA_ONLY = frozenset({"head_dim", "num_key_value_heads", "attention_bias", "mlp_bias", "norm_before_fc"})
 """Fields that a draft with latent attention has no use for."""
@@ -79,7 +89,8 @@ class LoadReport:
     def faults(self) -> tuple[str, ...]:
         """Why the engine would stop while loading, or serve what was never loaded."""
         fields = [f"{name} is missing" for name in self.stops]
-        tensors = [f"{line.name}: {line.note}" for line in self.tensors if line.use in ("made", "unset", "stops")]
+        bad = [one for one in self.tensors if one.use in ("made", "unset", "stops") or (one.name, one.use) == LOST_HEAD]
+        tensors = [f"{line.name}: {line.note}" for line in bad]
         return (*fields, *tensors)
 
     def text(self) -> str:
@@ -120,14 +131,18 @@ def load_report(folder: Path, engine: Engine) -> LoadReport:
     raw = read_json(folder / "config.json")
     engine = reader_of(engine, raw, folder)
     reading = ENGINES[engine].read_back(raw)
-    flat = flattened(raw)
+    flat = as_vllm_reads(raw)
     shapes = {canonical(name, engine): shape for name, shape in stored_shapes(folder).items()}
-    known = {*axes_of(flat)}
-    known |= {*FC_NORMS} if reading.fc_norm else set()
+    known = {*axes_of(flat, engine)}
+    known |= {*fc_norms(flat)} if reading.fc_norm else set()
     known |= {INPUT_NORM} if reading.norm_before_fc else set()
     tensors = tuple(_tensor(engine, name, shape, reading, known) for name, shape in sorted(shapes.items()))
     absent = _absent(engine, flat, reading, shapes)
-    return LoadReport(engine, READERS[engine], _fields(engine, flat), (*tensors, *absent))
+    if engine == "speculators":
+        fields = _fields(engine, speculators.read_fields(raw), speculators.passed_over(raw))
+    else:
+        fields = _fields(engine, flat)
+    return LoadReport(engine, READERS[engine], fields, (*tensors, *absent))
 
 
 def tensor_use(engine: Engine, name: str, reading: Reading, known: Set[str]) -> tuple[TensorUse, str]:
@@ -148,6 +163,8 @@ def tensor_use(engine: Engine, name: str, reading: Reading, known: Set[str]) -> 
             "read",
             "shared with the target where it is equal bit by bit" if engine != "llamacpp" else "used as it is",
         )
+    if name == HEAD and reading.tied_head:
+        return "dropped", TIED
     if name in known:
         return "read", ""
     if engine == "sglang":
@@ -172,11 +189,19 @@ def _absent(
     if EMBEDDING not in there:
         lines.append(TensorLine(EMBEDDING, "shared", (), "", "not in the files: the target's"))
     if HEAD not in there:
-        lines.append(TensorLine(HEAD, *_absent_head(engine, values, "d2t" in there)))
+        lines.append(TensorLine(HEAD, *_absent_head(engine, values, reading, "d2t" in there)))
     norms = {INPUT_NORM} if reading.norm_before_fc else set()
-    norms |= {*FC_NORMS} if reading.fc_norm else set()
-    layer = axes_of(values).keys() - OPTIONAL
-    for name in sorted((layer | norms) - there.keys()):
+    norms |= {*fc_norms(values)} if reading.fc_norm else set()
+    missing = ((axes_of(values, engine).keys() - OPTIONAL) | norms) - there.keys()
+    for number in range(1, layer_count(values) if engine != "llamacpp" else 1):
+        prefix = f"layers.{number}."
+        # Of layers behind the first vLLM does not use this norm, SGLang not that one.
+        missing.discard(prefix + ("input_layernorm.weight" if engine == "sglang" else "hidden_norm.weight"))
+        if not any(name.startswith(prefix) for name in there):
+            missing = {name for name in missing if not name.startswith(prefix)}
+            note = "no tensor of this layer is in the files, and nobody notices: whatever lies in memory is served"
+            lines.append(TensorLine(prefix.rstrip("."), "unset", (), "", note))
+    for name in sorted(missing):
         if engine == "llamacpp":
             lines.append(TensorLine(name, "stops", (), "", "not in the file: llama.cpp stops"))
         elif name.endswith("norm.weight") or name in norms:
@@ -190,9 +215,11 @@ def _absent(
 
 
 def _absent_head(
-    engine: Engine, values: Mapping[str, Any], reduced: bool
+    engine: Engine, values: Mapping[str, Any], reading: Reading, reduced: bool
 ) -> tuple[TensorUse, tuple[int, ...], str, str]:
     size, vocab = values.get("draft_vocab_size"), values.get("vocab_size")
+    if reading.tied_head:
+        return ("shared" if size in (None, vocab) else "unset"), (), "", f"not in the files, and {TIED}"
     if engine == "sglang" and size is not None:
         return "unset", (), "", "not in the files, though draft_vocab_size is set: whatever lies in memory is served"
     if engine in ("vllm", "speculators") and size not in (None, vocab):
@@ -203,23 +230,32 @@ def _absent_head(
     return "shared", (), "", "not in the files: the target's"
 
 
-def _fields(engine: Engine, values: Mapping[str, Any]) -> tuple[FieldLine, ...]:
+def _fields(
+    engine: Engine, values: Mapping[str, Any], passed_over: Mapping[str, Any] | None = None
+) -> tuple[FieldLine, ...]:
     rules: dict[str, str] = {**ENGINES[engine].FIELDS}
+    if engine == "speculators":
+        rules |= {name: default for name, default in speculators.LAYER_FIELDS.items() if name in values}
     if is_mla(values):
         # vLLM 0.32, models/deepseek_eagle3.py; SGLang 0.5.23, srt/models/kimi_k25_eagle3.py.
         rules = {name: default for name, default in rules.items() if name not in LLAMA_ONLY}
         rules |= dict.fromkeys(MLA_FIELDS, REQUIRED)
     lines = []
     for name, default in rules.items():
-        note = f"the speculators library takes {LIBRARY_DEFAULTS[name]}" if name in LIBRARY_DEFAULTS else ""
+        note = (
+            f"the speculators library takes {speculators.LIBRARY_DEFAULTS[name]}"
+            if name in speculators.LIBRARY_DEFAULTS
+            else ""
+        )
         if name in values and not (values[name] is None and name in RARE):
             lines.append(FieldLine(name, "read", _shown(values[name]), default))
         elif default == REQUIRED:
             lines.append(FieldLine(name, "stops", "", default))
         elif name not in RARE:
             lines.append(FieldLine(name, "default", "", default, note if engine == "speculators" else ""))
-    for name in sorted(values.keys() - rules.keys() - PROVENANCE):
-        lines.append(FieldLine(name, "ignored", _shown(values[name]), "", _misread(engine, name, values[name])))
+    ignored = {name: value for name, value in values.items() if name not in rules} | dict(passed_over or {})
+    for name in sorted(ignored.keys() - PROVENANCE):
+        lines.append(FieldLine(name, "ignored", _shown(ignored[name]), "", _misread(engine, name, ignored[name])))
     return tuple(lines)
 
 

@@ -41,6 +41,8 @@ class Reading:
     uses_aux_states: bool
     reads_embedding: bool
     """Whether an embedding in the file is used; if not, it is always the target's."""
+    tied_head: bool = False
+    """The embedding serves as head, whatever head the file has."""
     pairwise_rope: bool = False
     """Rope turns neighbouring values of a head, not its two halves."""
 
@@ -98,9 +100,13 @@ RARE = frozenset(
 
 
 def canonical(name: str, engine: Engine) -> str:
-    """A stored tensor's name as a checkpoint name. SGLang looks for it with and without `model.`; vLLM, which puts the
-    prefix there itself, knows no name that has it already."""
+    """A stored tensor's name as a checkpoint name. SGLang looks for it with and without `model.` and knows some older
+    names; vLLM, which puts the prefix there itself, knows no name that has it already."""
     plain = name.removeprefix("model.") if engine == "sglang" else name
+    if engine == "sglang":
+        # Names of older drafts: srt/models/llama_eagle3.py `legacy_name_map`.
+        for number, old in enumerate(("aux_norm_low", "aux_norm_mid", "aux_norm_high")):
+            plain = plain.replace(old, f"fc_norm.{number}")
     return plain.replace("midlayer.", "layers.0.")
 
 

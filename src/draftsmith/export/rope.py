@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.draft.eagle3 import DraftConfig
-from draftsmith.draft.loading import layer_config
+from draftsmith.draft.loading import layer_config, text_rope
 from draftsmith.errors import UserError
 from draftsmith.recipe import Engine
 
@@ -34,6 +34,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Rope types whose formula is the same in training and in every engine, and the values each reads."""
+
+NEEDED = {"linear": ("factor",), "llama3": FIELDS["llama3"], "yarn": ("factor",)}
+"""Of these values, those without which no frequency can be computed."""
 
 POSITIONS = (0, 1, 4096, 65536)
 FREQUENCY_TOLERANCE = 1e-5
@@ -106,16 +109,23 @@ def engine_rope(engine: Engine, raw: Mapping[str, Any]) -> Rope:
     if engine == "llamacpp":
         return _llamacpp_reading(raw)
     if engine == "speculators":
-        parameters, head_dim, positions = _speculators_reading(raw["transformer_layer_config"])
+        raw = raw["transformer_layer_config"]  # the top level's rope fields are not read
+        parameters, head_dim, positions = _speculators_reading(raw)
     else:
         llama = layer_config(raw)
         parameters, head_dim, positions = llama.rope_parameters, llama.head_dim, llama.max_position_embeddings
     kind = parameters.get("rope_type", "default")
     if kind not in FORMULAS:
         raise UserError(f"{engine}: expected a rope type of {', '.join(FORMULAS)}, found {kind!r}")
+    values = {"original_max_position_embeddings": positions, **parameters, "engine": engine}
+    for name in ("rope_theta", *NEEDED.get(kind, ())):
+        if not isinstance(values.get(name), int | float):
+            raise UserError(
+                f"{engine}: expected {name} of a {kind} rope as a number, found {values.get(name)!r}; "
+                "write it in config.json"
+            )
     partial = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     width = int(head_dim * partial)
-    values = {"original_max_position_embeddings": positions, **parameters, "engine": engine}
     base = 1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     return FORMULAS[kind](base, values)
 
@@ -124,7 +134,7 @@ def _speculators_reading(layer: Mapping[str, Any]) -> tuple[dict[str, Any], int,
     """vLLM 0.32 sets the fields one after the other on a bare config (configs/speculators/base.py), where
     `rope_scaling` and `rope_parameters` are one attribute: whichever comes last wins."""
     config = PretrainedConfig()
-    for key, value in json.loads(json.dumps(layer)).items():
+    for key, value in json.loads(json.dumps(text_rope(layer))).items():
         if key != "model_type":
             setattr(config, key, value)
     config.standardize_rope_params()

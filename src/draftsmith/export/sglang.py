@@ -87,6 +87,7 @@ def read_back(raw: Mapping[str, Any]) -> Reading:
         norm_output=bool(raw.get("norm_output", False)),
         uses_aux_states=bool(eagle.get("use_aux_hidden_state", True)),
         reads_embedding=False,
+        tied_head=bool(raw.get("tie_word_embeddings", False)),
     )
 
 

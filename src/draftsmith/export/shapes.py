@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from draftsmith.artifacts import read_json
 from draftsmith.draft.eagle3 import AUX_STATES
-from draftsmith.draft.loading import SHAPES, flattened, layer_config
+from draftsmith.draft.loading import PICKLED, SHAPES, as_vllm_reads, format_of, layer_config, read_pickled
 from draftsmith.errors import UserError
 
 MLA_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -31,10 +31,16 @@ MLA_ATTENTION: dict[str, tuple[str, ...]] = {
     "o_proj.weight": ("hidden", "v"),
 }
 ATTENTION = "layers.0.self_attn."
+QKV_BIASES: dict[str, tuple[str, ...]] = {"q_proj.bias": ("q",), "k_proj.bias": ("kv",), "v_proj.bias": ("kv",)}
+MLP_BIASES: dict[str, tuple[str, ...]] = {
+    "gate_proj.bias": ("mlp",),
+    "up_proj.bias": ("mlp",),
+    "down_proj.bias": ("hidden",),
+}
+HEAD_NORMS: dict[str, tuple[str, ...]] = {"q_norm.weight": ("head",), "k_norm.weight": ("head",)}
+"""Of a Qwen3 layer."""
 INPUT_NORM = "input_norm.weight"
 """Norm over the joined aux states (`norm_before_fc`)."""
-FC_NORMS = tuple(f"fc_norm.{number}.weight" for number in range(AUX_STATES))
-"""Norms over each aux state (`fc_norm`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,35 +56,86 @@ def is_mla(flat: Mapping[str, Any]) -> bool:
     return flat.get("kv_lora_rank") is not None
 
 
-def axes_of(flat: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Checkpoint name -> axes of every tensor that a draft of this kind may have, norms around fc left out."""
-    if not is_mla(flat):
-        return SHAPES
-    plain = {key: axes for key, axes in SHAPES.items() if not key.startswith(ATTENTION)}
-    return plain | {ATTENTION + key: axes for key, axes in MLA_ATTENTION.items()}
+def axes_of(flat: Mapping[str, Any], engine: str) -> dict[str, tuple[str, ...]]:
+    """Checkpoint name -> axes of every tensor that an engine has a place for in a draft with this config, norms around
+    fc left out (vLLM 0.32, models/llama_eagle3.py, llama.py, qwen3_eagle3.py, deepseek_eagle3.py; SGLang 0.5.23,
+    srt/models/llama_eagle3.py, llama.py, kimi_k25_eagle3.py)."""
+    axes = dict(SHAPES)
+    if is_mla(flat):
+        axes = {key: value for key, value in axes.items() if not key.startswith(ATTENTION)}
+        axes |= {ATTENTION + key: value for key, value in MLA_ATTENTION.items()}
+    elif engine != "llamacpp":
+        axes |= _biases_and_head_norms(flat, engine)
+    if engine == "llamacpp":
+        return axes
+    if engine == "sglang" and flat.get("bias"):
+        axes["fc.bias"] = ("hidden",)
+    first = {key: value for key, value in axes.items() if key.startswith("layers.0.")}
+    for number in range(1, layer_count(flat)):
+        # The embedding is joined to the hidden state before the first layer only.
+        for key, value in first.items():
+            axes[key.replace("layers.0.", f"layers.{number}.")] = tuple(
+                "hidden" if axis == "twice" else axis for axis in value
+            )
+    return axes
 
 
-def promised(raw: Mapping[str, Any], name: str) -> dict[str, Shape]:
+def layer_count(flat: Mapping[str, Any]) -> int:
+    """Layers that a config names; one where it names none."""
+    count = flat.get("num_hidden_layers")
+    return count if isinstance(count, int) else 1
+
+
+def fc_norms(flat: Mapping[str, Any]) -> tuple[str, ...]:
+    """Norms over each aux state (`fc_norm`)."""
+    return tuple(f"fc_norm.{number}.weight" for number in range(aux_count(flat)))
+
+
+def aux_count(flat: Mapping[str, Any]) -> int:
+    """How many aux states an engine's fc reads."""
+    named = (flat.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return int(flat.get("num_aux_hidden_states") or len(named or ()) or AUX_STATES)
+
+
+def _biases_and_head_norms(flat: Mapping[str, Any], engine: str) -> dict[str, tuple[str, ...]]:
+    """What a layer with plain attention has beyond the common weights."""
+    attention: dict[str, tuple[str, ...]] = {}
+    mlp: dict[str, tuple[str, ...]] = {}
+    qwen3 = engine == "speculators" and flat.get("model_type") == "qwen3"
+    if flat.get("attention_bias") and engine != "sglang":
+        attention |= QKV_BIASES
+    if (flat.get("attention_bias") or flat.get("bias")) and not qwen3:
+        attention["o_proj.bias"] = ("hidden",)
+    if flat.get("mlp_bias") and engine != "sglang" and not qwen3:
+        mlp = MLP_BIASES
+    if qwen3:
+        attention |= HEAD_NORMS
+    return {ATTENTION + key: value for key, value in attention.items()} | {
+        f"layers.0.mlp.{key}": value for key, value in mlp.items()
+    }
+
+
+def promised(raw: Mapping[str, Any], name: str, engine: str | None = None) -> dict[str, Shape]:
     """The tensors that a draft's config.json asks for, under checkpoint names; embedding and map included.
 
     Args:
         raw: the config.json, of any format.
         name: where it comes from, for messages.
+        engine: by whose rules; None: those of the engine whose format it is.
 
     Raises:
         UserError: a size is missing.
     """
-    flat = flattened(raw)
+    flat = as_vllm_reads(raw)
     sizes = _sizes(flat, name)
     dtype = str(flat.get("dtype") or flat.get("torch_dtype") or "")
     fixed = {"d2t": "int64", "t2d": "bool"}
-    return {
-        key: Shape(tuple(sizes[axis] for axis in axes), fixed.get(key, dtype)) for key, axes in axes_of(flat).items()
-    }
+    wanted = axes_of(flat, engine or format_of(raw))
+    return {key: Shape(tuple(sizes[axis] for axis in axes), fixed.get(key, dtype)) for key, axes in wanted.items()}
 
 
 def held(folder: Path) -> dict[str, Shape]:
-    """The tensors in a folder's safetensors files, under checkpoint names, read from their headers; {} without files.
+    """The tensors in a folder's weight files, under checkpoint names, read from their headers; {} without files.
 
     Raises:
         UserError: a file that cannot be read.
@@ -95,8 +152,12 @@ def stored_shapes(folder: Path) -> dict[str, Shape]:
     Raises:
         UserError: a file that cannot be read.
     """
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths and (folder / PICKLED).exists():
+        pickled = read_pickled(folder / PICKLED)
+        return {key: Shape(tuple(one.shape), str(one.dtype).removeprefix("torch.")) for key, one in pickled.items()}
     found: dict[str, Shape] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in paths:
         try:
             with safe_open(path, framework="np") as file:
                 for key in file.keys():  # noqa: SIM118  (no mapping)
@@ -128,14 +189,15 @@ def _sizes(flat: Mapping[str, Any], name: str) -> dict[str, int]:
     sizes = {
         "hidden": hidden,
         "twice": 2 * hidden,
-        "aux": (flat.get("num_aux_hidden_states") or AUX_STATES) * (flat.get("target_hidden_size") or hidden),
+        "aux": aux_count(flat) * (flat.get("target_hidden_size") or hidden),
         "mlp": _size(flat, "intermediate_size", name),
         "vocab": vocab,
         "draft_vocab": flat.get("draft_vocab_size") or vocab,
     }
     if not is_mla(flat):
         llama = layer_config(flat)
-        return sizes | {"q": heads * llama.head_dim, "kv": llama.num_key_value_heads * llama.head_dim}
+        kv = llama.num_key_value_heads * llama.head_dim
+        return sizes | {"q": heads * llama.head_dim, "kv": kv, "head": llama.head_dim}
     q_lora, kv_lora, nope, rope, value = (_size(flat, field, name) for field in MLA_FIELDS)
     return sizes | {
         "q_lora": q_lora,

@@ -11,7 +11,13 @@ from typing import Any
 
 from draftsmith.draft import layer_ids
 from draftsmith.draft.eagle3 import DraftConfig
-from draftsmith.draft.loading import NORM_BEFORE_RESIDUAL_WHEN_MISSING
+from draftsmith.draft.loading import (
+    NORM_BEFORE_RESIDUAL_WHEN_MISSING,
+    TOP_LEVEL_ALONE,
+    TOP_LEVEL_FIRST,
+    as_vllm_reads,
+    named_layers,
+)
 from draftsmith.export.launching import DRAFT_TOKENS
 from draftsmith.export.reading import (
     DRAFT_FIELDS,
@@ -53,8 +59,14 @@ FIELDS = {
 LIBRARY_DEFAULTS = {"norm_before_residual": "False", "model_type": "qwen3", "draft_vocab_size": "32000"}
 """Where the library itself takes another default (speculators 0.9.0, models/eagle3/config.py)."""
 
-LAYER_TYPE = "llama"
-"""Of the two layer types vLLM 0.32 accepts in this format (`eagle3_arch_map`), ours."""
+LAYER_FIELDS = {
+    "eagle_config": "aux states are used",
+    "num_aux_hidden_states": "as many as eagle_config names layers, else 3",
+}
+"""Read too where `transformer_layer_config` has them; at the top level, where they are usually, they are not."""
+
+LAYER_TYPES = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}
+"""The layer types that vLLM 0.32 accepts in this format, with the class of each (`eagle3_arch_map`)."""
 
 
 def config_json(config: DraftConfig, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -87,22 +99,52 @@ def config_json(config: DraftConfig, target: Mapping[str, Any], dtype: str) -> d
 
 
 def read_back(raw: Mapping[str, Any]) -> Reading:
-    """What vLLM 0.32 takes from it (configs/speculators/algos.py `update_eagle3`: only these top-level fields)."""
-    layer = raw.get("transformer_layer_config") or {}
-    known = raw.get("speculators_model_type") == "eagle3" and layer.get("model_type", "llama") == LAYER_TYPE
+    """What vLLM 0.32 takes from it (configs/speculators/algos.py `update_eagle3`, models/llama_eagle3.py)."""
+    served = as_vllm_reads(raw)
+    eagle = served.get("eagle_config") or {}
+    kind = LAYER_TYPES.get(served.get("model_type", "llama"))
+    known = raw.get("speculators_model_type") == "eagle3" and kind is not None
     return Reading(
-        architectures=ARCHITECTURES[:1] if known else tuple(raw.get("architectures") or ()),
-        known_architectures=ARCHITECTURES[:1],
-        norm_before_residual=bool(raw.get("norm_before_residual", NORM_BEFORE_RESIDUAL_WHEN_MISSING["speculators"])),
-        norm_before_fc=bool(raw.get("norm_before_fc", False)),
-        fc_norm=bool(raw.get("fc_norm", False)),
-        norm_output=bool(raw.get("norm_output", False)),
-        uses_aux_states=True,
+        architectures=(kind,) if known and kind else tuple(raw.get("architectures") or ()),
+        known_architectures=(kind or ARCHITECTURES[0],),
+        norm_before_residual=bool(served.get("norm_before_residual", NORM_BEFORE_RESIDUAL_WHEN_MISSING["speculators"])),
+        norm_before_fc=bool(eagle.get("norm_before_fc", served.get("norm_before_fc", False))),
+        fc_norm=bool(served.get("fc_norm", False)),
+        norm_output=bool(served.get("norm_output", False)),
+        uses_aux_states=bool(eagle.get("use_aux_hidden_state", True)),
         reads_embedding=True,
     )
 
 
 def taken_layers(raw: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[int, ...]:
     """Outputs of layers that reach fc, in that order; -1 is the embedding. Wrong ids give wrong layers."""
-    ids, depth = raw.get("eagle_aux_hidden_state_layer_ids"), target["num_layers"]
+    ids, depth = named_layers(as_vllm_reads(raw)), target["num_layers"]
     return layer_ids.vllm_takes(ids, depth) if ids else default_layers(depth)
+
+
+def read_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that vLLM looks at, each with the value it takes."""
+    top = {name: raw[name] for name in ("speculators_model_type", "speculators_config") if name in raw}
+    # vLLM writes the architecture itself, from the layer type: the file's say nothing, wherever they are.
+    named = {"architectures": raw["architectures"]} if "architectures" in raw else {}
+    return {**named, **as_vllm_reads(raw), **top}
+
+
+def passed_over(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that vLLM does not look at where they are; another value elsewhere in the file is the one it takes."""
+    taken, layer = read_fields(raw), raw["transformer_layer_config"]
+    ignored = {}
+    for name, value in raw.items():
+        if name in (*TOP_LEVEL_ALONE, *TOP_LEVEL_FIRST, "architectures", "transformer_layer_config"):
+            continue
+        if name not in taken:
+            ignored[name] = value
+        elif taken[name] != value:
+            ignored[f"{name} (top level)"] = value
+    for name in TOP_LEVEL_ALONE:
+        if name in layer and layer[name] != raw.get(name):
+            ignored[f"{name} (in transformer_layer_config)"] = layer[name]
+    for name in TOP_LEVEL_FIRST:
+        if name in layer and layer[name] != taken[name]:
+            ignored[f"{name} (in transformer_layer_config)"] = layer[name]
+    return ignored

@@ -230,3 +230,40 @@ def test_a_map_that_t2d_confirms_is_taken_as_it_is() -> None:
     assert target_ids(ids - torch.arange(300), 600, "draft", t2d).tolist() == ids.tolist()
     with pytest.raises(UserError, match="an arange"):
         target_ids(ids - torch.arange(300), 600, "draft")
+
+
+def test_the_top_level_of_a_speculators_config_counts_before_the_layers(tmp_path: Path) -> None:
+    exported = Exported(tmp_path, "speculators", norm_before_residual=True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    layer = {"norm_before_residual": False, "draft_vocab_size": 20, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    edit_config(tmp_path, transformer_layer_config={**raw["transformer_layer_config"], **layer})
+    assert read_any_draft(tmp_path).config == exported.config
+
+
+def test_pickled_weights_are_read_and_broken_ones_are_one_line(tmp_path: Path) -> None:
+    exported = Exported(tmp_path, "vllm")
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert read_any_draft(tmp_path).config == exported.config
+    torch.save({"epoch": 3}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model.bin: expected nothing but named tensors"):
+        read_any_draft(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle")
+    with pytest.raises(UserError, match=r"pytorch_model.bin: expected tensors saved by torch"):
+        read_any_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_attention_heads": 3}, "hidden_size 32, num_attention_heads 3, head_dim 8; such a draft cannot be read"),
+        ({"hidden_size": "wide"}, "hidden_size 'wide'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}, "rope_scaling": None}, "factor"),
+    ],
+)
+def test_a_layer_that_transformers_refuses_is_one_line(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    Exported(tmp_path, "vllm")
+    edit_config(tmp_path, **changes)
+    with pytest.raises(UserError, match=words) as error:
+        read_any_draft(tmp_path)
+    assert "\n" not in str(error.value)

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.__main__ import main
 from draftsmith.draft.eagle3 import Eagle3Draft
+from draftsmith.errors import UserError
+from draftsmith.export.checking import _compared
 from draftsmith.export.stage import build
 from draftsmith.progress import Progress
 from draftsmith.recipe import Engine, ExportSettings
@@ -46,6 +48,16 @@ def test_every_export_of_a_run_is_compared_with_the_trained_draft_again(
     assert text.count("passed   logits: off by") == 3
     assert "SGLang 0.5.23: reads" in text
     assert json.loads((run / "export" / "vllm" / "load_report.json").read_text())["reader"] == "vLLM 0.32"
+
+
+def test_of_a_run_with_a_gguf_file_an_export_that_can_be_compared_is(
+    run: Path,
+) -> None:
+    gguf = run / "export" / "llamacpp"
+    gguf.mkdir()
+    assert _compared([gguf, run / "export" / "vllm"], run / "export" / "sglang").ours == str(run / "export" / "vllm")
+    with pytest.raises(UserError, match=r"--compare: expected a draft with a config.json .*, found .*llamacpp"):
+        _compared([gguf], run / "export" / "vllm")
 
 
 def test_a_spoilt_export_is_exit_code_2_with_the_reason(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +122,10 @@ def test_a_draft_that_the_engine_would_not_run_says_why(
     other = Exported(tmp_path / "other", "vllm")
     edit(other.folder, num_hidden_layers=2)
     assert main(["export", "check", str(other.folder), "--run", str(run)]) == 2
-    assert "num_hidden_layers: expected 1, found 2" in capsys.readouterr().err
+    out, error = capsys.readouterr()
+    assert "layers.1: no tensor of this layer is in the files" in out
+    assert "cannot be computed here: num_hidden_layers: expected 1, found 2" in out
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(("config", "published"), [(LLAMA, PUBLISHED_LLAMA), (MLA, PUBLISHED_MLA)])
@@ -141,3 +156,63 @@ def test_nothing_to_check_is_one_line(run: Path, tmp_path: Path, capsys: pytest.
     assert "expected an export for llamacpp, found none" in capsys.readouterr().err
     assert main(["export", "check", str(tmp_path / "nowhere")]) == 2
     assert "config.json" in capsys.readouterr().err
+
+
+def pickle_weights(folder: Path) -> None:
+    """The same weights as torch saves them."""
+    path = folder / "model.safetensors"
+    torch.save(load_file(path), folder / "pytorch_model.bin")
+    path.unlink()
+
+
+def test_a_draft_of_pickled_weights_is_looked_at_like_any_other(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Exported(tmp_path / "other", "vllm")
+    pickle_weights(other.folder)
+    assert main(["export", "check", str(other.folder)]) == 0
+    text = capsys.readouterr().out
+    assert "passed   shapes: the shapes that config.json asks for" in text
+    assert "passed   vocabulary: 24 different ids of 64" in text
+    assert main(["export", "check", str(other.folder), "--run", str(run)]) == 0
+    capsys.readouterr()
+    edit(other.folder, intermediate_size=40)
+    assert main(["export", "check", str(other.folder)]) == 2
+    assert "layers.0.mlp.up_proj.weight [48, 32] instead of [40, 32]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", b"PK\x03\x04 no zip"])
+def test_pickled_weights_that_cannot_be_read_are_one_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Exported(tmp_path / "other", "vllm").folder
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    assert main(["export", "check", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "pytorch_model.bin: expected tensors saved by torch" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_layer_ids_that_no_target_has_are_a_fault(
+    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Exported(tmp_path / "other", engine).folder
+    ids = [-9, -8, -7]
+    edit(folder, eagle_aux_hidden_state_layer_ids=ids, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+    assert main(["export", "check", str(folder)]) == 2
+    assert "layers: expected ids of layers that a target has, found [-9, -8, -7]" in capsys.readouterr().err
+
+
+def test_a_head_that_sglang_drops_does_not_fit(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Exported(tmp_path / "other", "sglang").folder
+    edit(folder, tie_word_embeddings=True)
+    assert main(["export", "check", str(folder)]) == 2
+    assert (
+        "lm_head.weight: tie_word_embeddings is true: SGLang serves the target's embedding" in capsys.readouterr().err
+    )
+    assert main(["export", "check", str(folder), "--engine", "vllm"]) == 0
+    capsys.readouterr()
+    assert main(["export", "check", str(folder), "--run", str(run)]) == 2
+    assert "head: expected lm_head.weight [24, 32], found tie_word_embeddings is true" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +283,102 @@ def test_too_few_positions_are_named_with_what_the_engine_does(engine: Engine, w
     assert one.limit == 512
     [positions] = [finding for finding in one.findings if finding.name == "positions"]
     assert words in positions.found
+
+
+def edit_layer(exported: Exported, **changes: Any) -> None:
+    """Changes `transformer_layer_config` of a speculators folder."""
+    path = exported.folder / "config.json"
+    raw = json.loads(path.read_text())
+    raw["transformer_layer_config"].update(changes)
+    path.write_text(json.dumps(raw))
+
+
+def test_a_speculators_top_level_decides_and_the_layers_eagle_config_is_read(tmp_path: Path) -> None:
+    exported = Exported(tmp_path / "draft", "speculators")
+    edit_layer(exported, norm_before_residual=True, draft_vocab_size=20, **{IDS: [1, 2, 3]})
+    one = served(exported)
+    assert one.layers == exported.config.aux_layers
+    assert one.draft.config.norm_before_residual is False
+    assert found(one) == {}
+    edit_layer(exported, eagle_config={"use_aux_hidden_state": False})
+    with pytest.raises(UserError, match="would ignore them"):
+        served(exported)
+    edit_layer(exported, eagle_config={IDS: [1, 2, 3]}, **{IDS: None})
+    edit(exported, drop=(IDS,))
+    assert served(exported).layers == (0, 1, 2)
+
+
+def test_a_speculators_draft_vocabulary_only_in_the_layer_is_not_read(tmp_path: Path) -> None:
+    exported = Exported(tmp_path / "draft", "speculators")
+    edit(exported, drop=("draft_vocab_size",))
+    edit_layer(exported, draft_vocab_size=24)
+    with pytest.raises(UserError, match="vocabulary: found one"):
+        served(exported)
+
+
+def test_a_tied_head_is_the_targets_embedding_to_sglang(tmp_path: Path) -> None:
+    exported = Exported(tmp_path / "draft", "sglang")
+    edit(exported, tie_word_embeddings=True)
+    one = served(exported)
+    assert torch.equal(one.draft.lm_head.weight, exported.head.embed_tokens[:24].float())
+    assert "tie_word_embeddings is true" in found(one)["head"]
+
+
+def test_an_embedding_as_head_is_right_only_for_a_tied_target_and_its_whole_vocabulary(tmp_path: Path) -> None:
+    exported = Exported(tmp_path / "draft", "sglang", draft_vocab_size=64)
+    edit(exported, tie_word_embeddings=True)
+    change_tensors(exported, drop=("lm_head.weight",))
+    assert "head" in found(served(exported))
+    exported.head = replace(exported.head, lm_head=exported.head.embed_tokens)
+    assert found(served(exported)) == {}
+
+
+@pytest.mark.parametrize(
+    ("engine", "config", "words"),
+    [
+        ("vllm", {"mlp_bias": True}, r"cannot be computed here: mlp_bias \(biases\)"),
+        ("vllm", {"num_hidden_layers": 2}, "cannot be computed here: num_hidden_layers"),
+        ("speculators", {"model_type": "qwen3"}, r"cannot be computed here: model_type \(Qwen3 layer\)"),
+    ],
+)
+def test_what_an_engine_reads_and_nobody_computes_here_is_said_so(
+    engine: Engine, config: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    exported = Exported(tmp_path / "draft", engine)
+    edit(exported, **config)
+    with pytest.raises(UserError, match=words):
+        served(exported)
+
+
+def test_sglangs_mlp_without_biases_is_computed_whatever_the_config_says(tmp_path: Path) -> None:
+    exported = Exported(tmp_path / "draft", "sglang")
+    edit(exported, mlp_bias=True)
+    assert found(served(exported)) == {}
+
+
+@pytest.mark.parametrize(("flag", "name"), [("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.1.weight")])
+def test_a_norm_around_fc_of_another_width_is_refused(flag: str, name: str, tmp_path: Path) -> None:
+    exported = Exported(tmp_path / "draft", "vllm")
+    edit(exported, **{flag: True})
+    change_tensors(exported, **{name.replace(".", "__"): torch.ones(1)})
+    with pytest.raises(UserError, match=rf"expected {name} \[\d+\] by its config, found \[1\]"):
+        served(exported)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "speculators", "sglang"])
+def test_a_rope_without_theta_is_one_line(engine: Engine, tmp_path: Path) -> None:
+    exported = Exported(tmp_path / "draft", engine)
+    edit(exported, ("rope_scaling",), rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": None})
+    with pytest.raises(UserError, match="expected rope_theta of a default rope as a number, found None"):
+        served(exported)
+
+
+# P38
+@pytest.mark.parametrize("engine", ["vllm", "speculators", "sglang"])
+def test_a_multimodal_rope_is_the_default_one_for_text(engine: Engine, tmp_path: Path) -> None:
+    exported = Exported(tmp_path / "draft", engine)
+    plain = served(exported)
+    edit(exported, drop=("rope_parameters",), rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]})
+    one = served(exported)
+    assert one.rope.difference(plain.rope) is None
+    assert found(one) == {}

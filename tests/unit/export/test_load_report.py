@@ -160,3 +160,98 @@ def test_a_checkpoint_of_training_is_no_export(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"aux_layers": [1, 2, 3]}')
     with pytest.raises(UserError, match="found a checkpoint of train's; export it first"):
         load_report(tmp_path, "vllm")
+
+
+def with_config(folder: Path, layer: dict[str, Any], **top: Any) -> None:
+    """Changes fields of the layer's config and of the top level, which in a flat config is the same."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw.update(top)
+    raw.get("transformer_layer_config", raw).update(layer)
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def test_a_speculators_top_level_counts_before_the_layer_and_the_layer_before_other_fields(tmp_path: Path) -> None:
+    folder = Exported(tmp_path / "draft", "speculators").folder
+    eagle = {"use_aux_hidden_state": False}
+    layer = {"draft_vocab_size": 20, "norm_output": True, "eagle_config": eagle, "num_aux_hidden_states": 4}
+    with_config(folder, layer, hidden_size=999, extra=1)
+    report = load_report(folder, "speculators")
+    values = {(line.name, line.use): line.value for line in report.fields}
+    assert values[("draft_vocab_size", "read")] == "24"
+    assert values[("draft_vocab_size (in transformer_layer_config)", "ignored")] == "20"
+    assert values[("norm_output", "read")] == "False"
+    assert values[("eagle_config", "read")] == str(eagle)
+    assert values[("eagle_config (top level)", "ignored")].startswith("{'use_aux_hidden_state': True")
+    assert values[("num_aux_hidden_states", "read")] == "4"
+    assert values[("hidden_size", "read")] == "32"
+    assert values[("hidden_size (top level)", "ignored")] == "999"
+    assert values[("extra", "ignored")] == "1"
+
+
+def test_a_speculators_draft_vocabulary_only_in_the_layer_is_the_whole_one(tmp_path: Path) -> None:
+    folder = Exported(tmp_path / "draft", "speculators").folder
+    without(folder, "draft_vocab_size")
+    with_config(folder, {"draft_vocab_size": 24})
+    lines = {line.name: line for line in load_report(folder, "speculators").fields}
+    assert (lines["draft_vocab_size"].use, lines["draft_vocab_size"].default) == ("default", "vocab_size")
+    assert lines["draft_vocab_size (in transformer_layer_config)"].use == "ignored"
+
+
+@pytest.mark.parametrize(
+    ("engine", "config", "name", "use"),
+    [
+        ("vllm", {"attention_bias": True}, "layers.0.self_attn.q_proj.bias", "read"),
+        ("vllm", {"attention_bias": True}, "layers.0.self_attn.o_proj.bias", "read"),
+        ("vllm", {}, "layers.0.self_attn.q_proj.bias", "stops"),
+        ("vllm", {"mlp_bias": True}, "layers.0.mlp.down_proj.bias", "read"),
+        ("vllm", {"num_hidden_layers": 2}, "layers.1.self_attn.q_proj.weight", "read"),
+        ("vllm", {}, "layers.1.self_attn.q_proj.weight", "stops"),
+        ("vllm", {"bias": True}, "fc.bias", "stops"),
+        ("speculators", {"model_type": "qwen3"}, "layers.0.self_attn.q_norm.weight", "read"),
+        ("speculators", {}, "layers.0.self_attn.q_norm.weight", "stops"),
+        ("sglang", {"attention_bias": True}, "layers.0.self_attn.q_proj.bias", "dropped"),
+        ("sglang", {"attention_bias": True}, "layers.0.self_attn.o_proj.bias", "read"),
+        ("sglang", {"mlp_bias": True}, "layers.0.mlp.down_proj.bias", "dropped"),
+        ("sglang", {"num_hidden_layers": 2}, "layers.1.mlp.up_proj.weight", "read"),
+        ("sglang", {"bias": True}, "fc.bias", "read"),
+        ("sglang", {"use_aux_norm": True}, "fc_norm.1.weight", "read"),
+        ("sglang", {}, "fc_norm.1.weight", "dropped"),
+    ],
+)
+def test_tensors_that_the_config_makes_room_for_are_read(
+    engine: Engine, config: dict[str, Any], name: str, use: str, tmp_path: Path
+) -> None:
+    folder = Exported(tmp_path / "draft", engine).folder
+    with_config(folder, config)
+    stored = "aux_norm_mid.weight" if name == "fc_norm.1.weight" else name
+    save_file(load_file(folder / "model.safetensors") | {stored: torch.zeros(2)}, folder / "model.safetensors")
+    assert uses(load_report(folder, engine))[name] == use
+
+
+@pytest.mark.parametrize(
+    ("engine", "unused"), [("vllm", "layers.1.hidden_norm.weight"), ("sglang", "layers.1.input_layernorm.weight")]
+)
+def test_a_norm_that_later_layers_do_not_use_is_not_missed(engine: Engine, unused: str, tmp_path: Path) -> None:
+    folder = Exported(tmp_path / "draft", engine).folder
+    with_config(folder, {"num_hidden_layers": 2})
+    assert uses(load_report(folder, engine))["layers.1"] == "unset"
+    tensors = {
+        name.replace("midlayer.", "layers.0."): one for name, one in load_file(folder / "model.safetensors").items()
+    }
+    later = {name.replace("layers.0.", "layers.1."): one.clone() for name, one in tensors.items()}
+    save_file({name: one for name, one in (later | tensors).items() if name != unused}, folder / "model.safetensors")
+    assert load_report(folder, engine).faults == ()
+
+
+@pytest.mark.parametrize(("present", "use"), [(True, "dropped"), (False, "unset")])
+def test_a_tied_head_is_dropped_by_sglang_and_not_by_vllm(present: bool, use: str, tmp_path: Path) -> None:
+    folder = Exported(tmp_path / "draft", "sglang").folder
+    with_config(folder, {"tie_word_embeddings": True})
+    if not present:
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["lm_head.weight"]
+        save_file(tensors, folder / "model.safetensors")
+    report = load_report(folder, "sglang")
+    assert uses(report)["lm_head.weight"] == use
+    assert "the target's embedding under the draft's ids" in report.faults[0]
+    assert uses(load_report(folder, "vllm"))["lm_head.weight"] == ("read" if present else "unset")
