@@ -24,7 +24,7 @@ from draftsmith.measure.load import Load, Server, run_load
 from draftsmith.measure.served_bench import Bench, set_up
 from draftsmith.measure.served_checks import check, connect
 from draftsmith.measure.served_result import compare, level
-from draftsmith.measure.served_rounds import Answer, Kept, Round, Side, depth, read_kept, round_of, write_kept
+from draftsmith.measure.served_rounds import ROUNDS, Answer, Kept, Round, Side, depth, read_kept, round_of, write_kept
 from draftsmith.progress import EVENTS, Progress
 from draftsmith.recipe import MeasureSettings, ServedSettings
 from draftsmith.target.thinking import split
@@ -66,6 +66,10 @@ async def _measure(run: Path, settings: MeasureSettings, served: ServedSettings,
         bench = set_up(run, settings, contexts)
         _refuse_starved(bench, served.concurrency)
         kept = read_kept(run / "measure", bench.plan, draft_fingerprint(run))
+        if len(servers) == 1 and not kept.sides and (run / "measure" / ROUNDS).exists():
+            progress.say(
+                "measure: what was kept was asked otherwise (prompts, sampling or --max-tokens), so it is replaced"
+            )
         for side, server in servers.items():
             cautions = await check(server, bench, progress.say)
             levels = _still_of(kept.sides.get(side), server, progress.say)

@@ -117,6 +117,17 @@ def test_sides_measured_one_after_the_other_are_paired_and_it_is_said(run: Path)
     assert other["levels"][0]["speedup"] is None, "a baseline that was asked otherwise is no baseline"
 
 
+def test_rounds_that_were_asked_otherwise_are_not_replaced_without_a_word(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with server("vllm", run) as baseline:
+        asked = ServedSettings(baseline_server=baseline.url)
+        for tokens, words in ((64, 0), (32, 1)):
+            settings = TWO_ROUNDS.model_copy(update={"max_tokens": tokens})
+            measure_served(run, settings, asked, Progress())
+            assert capsys.readouterr().err.count("asked otherwise") == words
+
+
 def test_two_engines_beside_each_other_are_said_and_never_called_a_gain_of_the_draft(run: Path) -> None:
     with server("vllm", run, plan=(2, 0)) as draft, server("llamacpp", run) as baseline:
         result = measured(run, draft.url, baseline.url)
