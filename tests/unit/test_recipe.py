@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.recipe import CaptureSettings, arm_recipe, load_recipe, parse_recipe, seconds_of
+from draftsmith.recipe import CaptureSettings, ExportSettings, arm_recipe, load_recipe, parse_recipe, seconds_of
 
 CAPTURE = {"run": "runs/x", "capture": {"local": "smollm2"}}
 
@@ -95,6 +95,14 @@ def test_credentials_in_a_server_url_are_used_but_never_written_down() -> None:
     assert settings.model_dump()["server"][0] == url
     assert settings.model_dump(mode="json")["server"] == ["http://host:8000/v1", "http://host", "x"]
     assert "secret" not in settings.model_dump_json()
+
+
+@pytest.mark.parametrize("given", [{"target_gguf": "bfloat16"}, {"gguf_tokenizer": "target.gguf"}])
+def test_what_is_for_a_gguf_file_is_refused_where_none_is_written(given: dict[str, Any]) -> None:
+    [name] = given
+    with pytest.raises(UserError, match=f"export: {name}: expected llamacpp among the engines, found vllm, sglang"):
+        ExportSettings(engine=["vllm", "sglang"], **given)
+    assert ExportSettings(engine=["vllm", "llamacpp"], **given).engine == ["vllm", "llamacpp"]
 
 
 @pytest.mark.parametrize(("wait", "seconds"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1.5m", 90), ("45", 45)])

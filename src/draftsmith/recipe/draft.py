@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from draftsmith.errors import UserError
 from draftsmith.recipe.values import Dtype, Engine, Settings, runtime
 
 
@@ -92,7 +93,10 @@ class ExportSettings(Settings):
     def _gguf_is_llamacpps(self) -> Self:
         for name in ("target_gguf", "gguf_tokenizer"):
             if getattr(self, name) is not None and "llamacpp" not in self.engine:
-                raise ValueError(f"{name}: expected llamacpp among the engines, found {', '.join(self.engine)}")
+                raise UserError(
+                    f"export: {name}: expected llamacpp among the engines, found {', '.join(self.engine)}; add it, or "
+                    f"leave {name} out"
+                )
         return self
 
 
