@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.draft.eagle3 import Eagle3Draft
-from draftsmith.draft.loading import layer_config
+from draftsmith.draft.formats import layer_config
 from draftsmith.draft.unroll import Batch, unroll
 from draftsmith.errors import UserError
 from draftsmith.export.engine_view import Finding, View, built, look

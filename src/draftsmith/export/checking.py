@@ -19,7 +19,8 @@ from torch import Tensor
 from draftsmith.artifacts import read_json
 from draftsmith.draft import layer_ids
 from draftsmith.draft.checkpoint import load_draft
-from draftsmith.draft.loading import PICKLED, as_vllm_reads, named_layers, read_pickled, target_ids
+from draftsmith.draft.formats import as_vllm_reads, named_layers
+from draftsmith.draft.loading import PICKLED, read_pickled, target_ids
 from draftsmith.draft.unroll import Batch
 from draftsmith.errors import UserError
 from draftsmith.export import llamacpp

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.artifacts import read_json
-from draftsmith.draft.loading import OWN_BLOCK, flattened
+from draftsmith.draft.formats import OWN_BLOCK, flattened
 from draftsmith.export.shapes import tensors_of
 
 IGNORED = frozenset({OWN_BLOCK, "transformers_version", "_name_or_path", "auto_map", "speculators_version"})

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.draft.eagle3 import AUX_STATES, DraftConfig, Eagle3Draft
-from draftsmith.draft.loading import SHAPES, as_vllm_reads, check_shapes, layer_config, target_ids
+from draftsmith.draft.formats import as_vllm_reads, layer_config
+from draftsmith.draft.loading import SHAPES, check_shapes, target_ids
 from draftsmith.errors import UserError
 from draftsmith.export import llamacpp
 from draftsmith.export.engine_module import EngineModule

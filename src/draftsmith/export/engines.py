@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from draftsmith.artifacts import read_json
-from draftsmith.draft.loading import format_of
+from draftsmith.draft.formats import format_of
 from draftsmith.errors import UserError
 from draftsmith.export import llamacpp, sglang, speculators, vllm
 from draftsmith.export.launching import GGUF_DRAFT

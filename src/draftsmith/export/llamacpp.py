@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftsmith.draft import layer_ids
 from draftsmith.draft.eagle3 import DraftConfig, Eagle3Draft
-from draftsmith.draft.loading import OWN_BLOCK
+from draftsmith.draft.formats import OWN_BLOCK
 from draftsmith.errors import UserError
 from draftsmith.export.gguf import (
     FILE_TYPES,

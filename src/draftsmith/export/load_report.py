@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.artifacts import read_json
-from draftsmith.draft.loading import OPTIONAL, OWN_BLOCK, SHAPES, as_vllm_reads
+from draftsmith.draft.formats import OWN_BLOCK, as_vllm_reads
+from draftsmith.draft.loading import OPTIONAL, SHAPES
 from draftsmith.export import llamacpp, speculators
 from draftsmith.export.engines import ENGINES, READERS, reader_of
 from draftsmith.export.reading import RARE, REQUIRED, Reading, canonical

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from draftsmith.artifacts import read_json
 from draftsmith.draft.eagle3 import AUX_STATES, DraftConfig
-from draftsmith.draft.loading import OWN_BLOCK, read_tensors
+from draftsmith.draft.formats import OWN_BLOCK
+from draftsmith.draft.loading import read_tensors
 from draftsmith.errors import UserError
 from draftsmith.export.rope import written_rope
 from draftsmith.recipe import Engine

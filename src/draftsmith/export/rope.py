@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.draft.eagle3 import DraftConfig
-from draftsmith.draft.loading import layer_config, text_rope
+from draftsmith.draft.formats import layer_config, text_rope
 from draftsmith.errors import UserError
 from draftsmith.recipe import Engine
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from draftsmith.draft import layer_ids
 from draftsmith.draft.eagle3 import DraftConfig
-from draftsmith.draft.loading import NORM_BEFORE_RESIDUAL_WHEN_MISSING
+from draftsmith.draft.formats import NORM_BEFORE_RESIDUAL_WHEN_MISSING
 from draftsmith.errors import UserError
 from draftsmith.export.reading import (
     DRAFT_FIELDS,

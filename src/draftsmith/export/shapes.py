@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from draftsmith.artifacts import read_json
 from draftsmith.draft.eagle3 import AUX_STATES
-from draftsmith.draft.loading import PICKLED, SHAPES, as_vllm_reads, format_of, layer_config, read_pickled
+from draftsmith.draft.formats import as_vllm_reads, format_of, layer_config
+from draftsmith.draft.loading import PICKLED, SHAPES, read_pickled
 from draftsmith.errors import UserError
 
 MLA_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -7,7 +7,7 @@ from typing import Any
 
 from draftsmith.draft import layer_ids
 from draftsmith.draft.eagle3 import DraftConfig
-from draftsmith.draft.loading import NORM_BEFORE_RESIDUAL_WHEN_MISSING, named_layers
+from draftsmith.draft.formats import NORM_BEFORE_RESIDUAL_WHEN_MISSING, named_layers
 from draftsmith.export.reading import DRAFT_FIELDS, LLAMA_FIELDS, Reading, draft_fields, layer_fields, own_block
 from draftsmith.export.shapes import is_mla
 from draftsmith.hidden.layers import default_layers

@@ -18,7 +18,8 @@ from typing import get_args
 from draftsmith.artifacts import read_json, write_json
 from draftsmith.draft.checkpoint import load_weights
 from draftsmith.draft.eagle3 import Eagle3Draft
-from draftsmith.draft.loading import OWN_BLOCK, format_of, read_any_draft
+from draftsmith.draft.formats import OWN_BLOCK, format_of
+from draftsmith.draft.loading import read_any_draft
 from draftsmith.errors import UserError
 from draftsmith.export.engine_view import look
 from draftsmith.export.launching import GGUF_DRAFT

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from draftsmith.draft import layer_ids
 from draftsmith.draft.eagle3 import DraftConfig, Eagle3Draft
-from draftsmith.draft.loading import OPTIONAL, OWN_BLOCK, SHAPES, layer_config, named_layers
+from draftsmith.draft.formats import OWN_BLOCK, layer_config, named_layers
+from draftsmith.draft.loading import OPTIONAL, SHAPES
 from draftsmith.errors import UserError
 from draftsmith.export.engine_view import View
 from draftsmith.export.gguf import interleaved
