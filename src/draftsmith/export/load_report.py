@@ -243,17 +243,14 @@ def _fields(
         rules |= dict.fromkeys(MLA_FIELDS, REQUIRED)
     lines = []
     for name, default in rules.items():
-        note = (
-            f"the speculators library takes {speculators.LIBRARY_DEFAULTS[name]}"
-            if name in speculators.LIBRARY_DEFAULTS
-            else ""
-        )
+        other = speculators.LIBRARY_DEFAULTS.get(name)
+        note = f"the speculators library takes {other}" if other and engine == "speculators" else ""
         if name in values and not (values[name] is None and name in RARE):
             lines.append(FieldLine(name, "read", _shown(values[name]), default))
         elif default == REQUIRED:
             lines.append(FieldLine(name, "stops", "", default))
         elif name not in RARE:
-            lines.append(FieldLine(name, "default", "", default, note if engine == "speculators" else ""))
+            lines.append(FieldLine(name, "default", "", default, note))
     ignored = {name: value for name, value in values.items() if name not in rules} | dict(passed_over or {})
     for name in sorted(ignored.keys() - PROVENANCE):
         lines.append(FieldLine(name, "ignored", _shown(ignored[name]), "", _misread(engine, name, ignored[name])))
